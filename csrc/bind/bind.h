@@ -1,0 +1,100 @@
+// What every binding shares: argument checks with one clear message, allocation, and the stream of a CUDA tensor.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#include <cuda_runtime.h>
+#endif
+
+// with PCSR_CUDA_ON_CPU the tests run the CUDA kernels, and these bindings, on CPU tensors
+#if defined(PCSR_CUDA_ON_CPU)
+#define PCSR_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(pcsr_emulated, CPU, m)
+#elif defined(PCSR_CUDA)
+#define PCSR_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(pcsr, CUDA, m)
+#endif
+
+namespace pcsr {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// torch's own check macro prefixes the message with a file of the build machine
+template <typename... Parts>
+void check(bool ok, const Parts&... parts) {
+  if (ok) return;
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+inline std::string shape_of(const Tensor& t) {
+  std::ostringstream text;
+  text << "[";
+  for (int64_t d = 0; d < t.dim(); ++d) text << (d ? ", " : "") << t.size(d);
+  text << "]";
+  return text.str();
+}
+
+inline void check_shape(const char* op, const char* name, const Tensor& t, std::initializer_list<int64_t> want) {
+  bool same = t.dim() == static_cast<int64_t>(want.size());
+  std::ostringstream text;
+  text << "[";
+  int64_t d = 0;
+  for (int64_t size : want) {
+    same = same && t.size(d) == size;
+    text << (d++ ? ", " : "") << size;
+  }
+  text << "]";
+  check(same, op, ": ", name, " must have shape ", text.str(), ", got ", shape_of(t));
+}
+
+inline void check_type(const char* op, const char* name, const Tensor& t, ScalarType want) {
+  check(t.scalar_type() == want, op, ": ", name, " must be ", torch::headeronly::toString(want), ", got ",
+        torch::headeronly::toString(t.scalar_type()));
+}
+
+inline void check_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
+  check(t.device() == like.device(), op, ": ", name, " must be on the same device as the first argument");
+}
+
+// a dispatcher call only where there is something to copy
+inline Tensor contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+
+inline cudaStream_t stream_of([[maybe_unused]] const Tensor& t) {
+#if defined(PCSR_CUDA_ON_CPU)
+  return nullptr;
+#else
+  return static_cast<cudaStream_t>(torch::stable::accelerator::getCurrentStream(t.get_device_index()).nativeHandle());
+#endif
+}
+
+// kernels run on the tensor's device, whichever is current
+class DeviceOf {
+ public:
+#if defined(PCSR_CUDA_ON_CPU)
+  explicit DeviceOf(const Tensor&) {}
+#else
+  explicit DeviceOf(const Tensor& t) : guard_(t.get_device_index()) {}
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+};
+
+inline void check_cuda(const char* op, cudaError_t error) {
+  check(error == cudaSuccess, op, ": CUDA error: ", cudaGetErrorString(error));
+}
+
+#endif
+
+}  // namespace pcsr

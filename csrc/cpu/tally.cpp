@@ -1,0 +1,143 @@
+// CPU kernels of tally: label every row, add the counts, then settle the two largest; compiled once per instruction set.
+#include "tally.h"
+
+#include <limits>
+#include <type_traits>
+
+namespace pcsr::PCSR_ISA {
+namespace {
+
+constexpr int kNan = -1;
+// rows between asking for a cache line and using it
+constexpr int64_t kAhead = 16;
+
+// index of the first maximum of a row, or kNan; independent lanes let the compiler use vectors without -ffast-math
+template <typename T>
+int64_t row_argmax(const T* row, int64_t n) {
+  constexpr int kLanes = 128 / sizeof(T);
+  // as wide as T: lanes of one width vectorise
+  using Flag = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+  T best[kLanes];
+  Flag nan[kLanes] = {};
+  const int64_t whole = n - n % kLanes;
+  for (int l = 0; l < kLanes; ++l) best[l] = -std::numeric_limits<T>::infinity();
+  for (int64_t j = 0; j < whole; j += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      const T x = row[j + l];
+      nan[l] |= x != x;
+      best[l] = x > best[l] ? x : best[l];
+    }
+  }
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) {
+      nan[l] |= nan[l + half];
+      best[l] = best[l + half] > best[l] ? best[l + half] : best[l];
+    }
+  }
+  T top = best[0];
+  bool any_nan = nan[0] != 0;
+  for (int64_t j = whole; j < n; ++j) {
+    any_nan |= row[j] != row[j];
+    top = row[j] > top ? row[j] : top;
+  }
+  if (any_nan) return kNan;
+  int64_t at = 0;
+  for (; at < whole; at += kLanes) {
+    Flag hit = 0;
+    for (int l = 0; l < kLanes; ++l) hit |= row[at + l] == top;
+    if (hit) break;
+  }
+  while (row[at] != top) ++at;
+  return at;
+}
+
+template <typename Vote>
+uint64_t label_rows(const TallyArgs& a, int64_t begin, int64_t end) {
+  const Vote* votes = static_cast<const Vote*>(a.votes);
+  for (int64_t b = begin; b < end; ++b) {
+    // the state is spread over more memory than any cache holds
+    if (b + kAhead < end) __builtin_prefetch(a.argmax + a.ids[b + kAhead]);
+    if constexpr (std::is_same_v<Vote, int64_t>) {
+      a.labels[b] = votes[b];
+    } else {
+      a.labels[b] = row_argmax(votes + b * a.classes, a.classes);
+    }
+    const uint64_t fault = check_row(a, b, a.labels[b]);
+    if (fault != kNoFault) return fault;
+  }
+  return kNoFault;
+}
+
+// counts wrap around, so that undo restores them exactly
+template <typename Count>
+Count* count_of(const TallyArgs& a, int64_t row) {
+  return static_cast<Count*>(a.counts) + a.ids[row] * a.classes + a.labels[row];
+}
+
+template <typename Count>
+uint64_t add(const TallyArgs& a, int64_t begin, int64_t end) {
+  const auto mine = [&](int64_t row) { return a.ids[row] >= begin && a.ids[row] < end; };
+  uint64_t fault = kNoFault;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    if (b + kAhead < a.batch && mine(b + kAhead)) {
+      __builtin_prefetch(count_of<Count>(a, b + kAhead), 1);
+      __builtin_prefetch(static_cast<Count*>(a.n_max) + a.ids[b + kAhead], 1);
+      __builtin_prefetch(static_cast<Count*>(a.n_second) + a.ids[b + kAhead], 1);
+    }
+    if (!mine(b)) continue;
+    Count* count = count_of<Count>(a, b);
+    if (*count == std::numeric_limits<Count>::max() && fault == kNoFault) fault = tally_fault(b, kOverflow);
+    *count = static_cast<Count>(static_cast<std::make_unsigned_t<Count>>(*count) + 1u);
+  }
+  return fault;
+}
+
+template <typename Count>
+void undo(const TallyArgs& a, int64_t begin, int64_t end) {
+  for (int64_t b = 0; b < a.batch; ++b) {
+    if (a.ids[b] < begin || a.ids[b] >= end) continue;
+    Count* count = count_of<Count>(a, b);
+    *count = static_cast<Count>(static_cast<std::make_unsigned_t<Count>>(*count) - 1u);
+  }
+}
+
+template <typename Count>
+void settle(const TallyArgs& a, int64_t begin, int64_t end) {
+  Count* n_max = static_cast<Count*>(a.n_max);
+  Count* n_second = static_cast<Count*>(a.n_second);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t i = a.ids[b];
+    if (i < begin || i >= end) continue;
+    Top2<Count> top{n_max[i], n_second[i], a.argmax[i]};
+    merge_class(top, static_cast<int32_t>(a.labels[b]), *count_of<Count>(a, b));
+    n_max[i] = top.n_max;
+    n_second[i] = top.n_second;
+    a.argmax[i] = top.argmax;
+  }
+}
+
+}  // namespace
+
+#define PCSR_BY_COUNT(function, ...)                                            \
+  (args.count_type == CountType::uint8   ? function<uint8_t>(args, __VA_ARGS__) \
+   : args.count_type == CountType::int16 ? function<int16_t>(args, __VA_ARGS__) \
+                                         : function<int32_t>(args, __VA_ARGS__))
+
+uint64_t tally_label(const TallyArgs& args, int64_t begin, int64_t end) {
+  switch (args.vote_type) {
+    case VoteType::float32:
+      return label_rows<float>(args, begin, end);
+    case VoteType::float64:
+      return label_rows<double>(args, begin, end);
+    default:
+      return label_rows<int64_t>(args, begin, end);
+  }
+}
+
+uint64_t tally_add(const TallyArgs& args, int64_t begin, int64_t end) { return PCSR_BY_COUNT(add, begin, end); }
+
+void tally_settle(const TallyArgs& args, int64_t begin, int64_t end) { PCSR_BY_COUNT(settle, begin, end); }
+
+void tally_undo(const TallyArgs& args, int64_t begin, int64_t end) { PCSR_BY_COUNT(undo, begin, end); }
+
+}  // namespace pcsr::PCSR_ISA

@@ -1,0 +1,82 @@
+"""What every op has once: its record, its registration with torch, and the call that picks an implementation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pcsr_fast import backend
+
+
+class Cost(NamedTuple):
+    """The least that an op must read and write (bytes) and compute (flops), for roofline bounds."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: everything about it that does not depend on the implementation.
+
+    The test grid and the benchmarks loop over these records, so an op that has one is tested and timed.
+    """
+
+    name: str
+    # arguments and results as torch writes them; arguments marked (a!) are updated in place
+    schema: str
+    # plain PyTorch with the schema's arguments and results: the definition, the oracle and the fallback
+    reference: Callable[..., Any]
+    # empty results of the right shape, for torch.compile
+    fake: Callable[..., Any]
+    # named sizes: "tiny" and "odd" for tests, the others for benchmarks
+    shapes: dict[str, dict[str, int]]
+    # arguments of a size: inputs(dtype, generator, **shapes[name])
+    inputs: Callable[..., tuple]
+    cost: Callable[..., Cost]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+    # how far a result may be from the float64 reference beyond the reference's own error at that dtype
+    tolerance: dict[torch.dtype, float] = field(default_factory=lambda: {torch.float32: 1e-5, torch.float64: 1e-10})
+
+    def __call__(self, *args):
+        """Runs the op with the backend that is chosen for the device of its first argument."""
+        chosen = backend.choose(self.name, args[0].device.type, backend.current_choice())
+        return self.implementation(chosen)(*args)
+
+    def implementation(self, name: str) -> Callable[..., Any]:
+        if name == "reference":
+            return self.reference
+        return getattr(getattr(torch.ops, backend.NAMESPACES[name]), self.name).default
+
+
+OPS: dict[str, Op] = {}
+# torch forgets a registration when its Library object dies
+_libraries: list[torch.library.Library] = []
+
+
+def define(op: Op, namespace: str) -> None:
+    """Tells torch the op's schema and fake under a namespace; kernels are added to it from C++ or Triton."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(op.name + op.schema)
+    torch.library.register_fake(f"{namespace}::{op.name}", op.fake, lib=library)
+    _libraries.append(library)
+
+
+def register(op: Op) -> Op:
+    """Makes the op known to torch, the tests and the benchmarks."""
+    define(op, backend.NAMESPACES["native"])
+    OPS[op.name] = op
+    return op
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises what the native kernels raise, so that an error looks the same on every backend."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """Half precision is accepted everywhere and computed in float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
