@@ -28,11 +28,15 @@ using torch::stable::Tensor;
 
 // torch's own check macro prefixes the message with a file of the build machine
 template <typename... Parts>
-void check(bool ok, const Parts&... parts) {
-  if (ok) return;
+[[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   throw std::runtime_error(text.str());
+}
+
+template <typename... Parts>
+void check(bool ok, const Parts&... parts) {
+  if (!ok) fail(parts...);
 }
 
 inline std::string shape_of(const Tensor& t) {
@@ -66,7 +70,7 @@ inline void check_device(const char* op, const char* name, const Tensor& t, cons
 }
 
 // a dispatcher call only where there is something to copy
-inline Tensor contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 #if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
 

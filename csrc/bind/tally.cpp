@@ -45,11 +45,11 @@ Tally checked(const Tensor& votes, const Tensor& ids, const Tensor& counts, cons
   check_shape("tally", "argmax", argmax, {images});
   for (const Tensor* t : {&ids, &counts, &n_max, &argmax, &n_second}) check_device("tally", "every tensor", *t, votes);
   for (const Tensor* t : {&counts, &n_max, &argmax, &n_second}) {
-    check(t->is_contiguous(), "tally: counts, n_max, argmax and n_second must be contiguous: they are updated in place");
+    check(t->is_contiguous(),
+          "tally: counts, n_max, argmax and n_second must be contiguous: they are updated in place");
   }
 
-  Tally tally{{}, contiguous(votes), contiguous(ids),
-              torch::stable::new_empty(votes, {batch}, ScalarType::Long)};
+  Tally tally{{}, dense(votes), dense(ids), torch::stable::new_empty(votes, {batch}, ScalarType::Long)};
   tally.args = {tally.votes.data_ptr(),
                 static_cast<const int64_t*>(tally.ids.data_ptr()),
                 counts.data_ptr(),
@@ -69,23 +69,23 @@ Tally checked(const Tensor& votes, const Tensor& ids, const Tensor& counts, cons
   return tally;
 }
 
-void raise(uint64_t fault, const TallyArgs& args, int64_t id, int64_t label) {
+[[noreturn]] void raise(uint64_t fault, const TallyArgs& args, int64_t id, int64_t label) {
   const uint64_t row = fault / 8;
   switch (fault % 8) {
     case kBadId:
-      check(false, "tally: ids[", row, "] = ", id, " is out of range for ", args.images, " images");
+      fail("tally: ids[", row, "] = ", id, " is out of range for ", args.images, " images");
     case kBadState:
-      check(false, "tally: argmax of image ", id, " is not a class; start from a state of zeros");
+      fail("tally: argmax of image ", id, " is not a class; start from a state of zeros");
     case kNanLogit:
-      check(false, "tally: logits[", row, "] contain NaN; nothing was counted");
+      fail("tally: logits[", row, "] contain NaN; nothing was counted");
     case kBadLabel:
-      check(false, "tally: labels[", row, "] = ", label, " is out of range for ", args.classes, " classes");
+      fail("tally: labels[", row, "] = ", label, " is out of range for ", args.classes, " classes");
     default:
-      check(false, "tally: the count of image ", id, ", class ", label, " would overflow ",
-            args.count_type == CountType::uint8   ? "uint8"
-            : args.count_type == CountType::int16 ? "int16"
-                                                  : "int32",
-            "; nothing was counted; use a wider type of counts");
+      fail("tally: the count of image ", id, ", class ", label, " would overflow ",
+           args.count_type == CountType::uint8   ? "uint8"
+           : args.count_type == CountType::int16 ? "int16"
+                                                 : "int32",
+           "; nothing was counted; use a wider type of counts");
   }
 }
 
@@ -108,15 +108,13 @@ Tensor tally_on_cpu(const Tensor& votes, const Tensor& ids, const Tensor& counts
   std::atomic<uint64_t> fault{kNoFault};
   // waking a thread costs as much as about 64 k logits
   const int64_t grain = args.vote_type == VoteType::label ? 65536 : 1 + 65536 / args.classes;
-  torch::stable::parallel_for(0, args.batch, grain, [&](int64_t begin, int64_t end) {
-    keep_first(fault, label(args, begin, end));
-  });
+  torch::stable::parallel_for(0, args.batch, grain,
+                              [&](int64_t begin, int64_t end) { keep_first(fault, label(args, begin, end)); });
   if (fault == kNoFault) {
     // each thread owns a range of images, so a repeated id needs no atomics; few rows are not worth a second thread
     const int64_t share = args.batch < 1024 ? args.images : 1;
-    torch::stable::parallel_for(0, args.images, share, [&](int64_t begin, int64_t end) {
-      keep_first(fault, add(args, begin, end));
-    });
+    torch::stable::parallel_for(0, args.images, share,
+                                [&](int64_t begin, int64_t end) { keep_first(fault, add(args, begin, end)); });
     const auto finish = fault == kNoFault ? settle : undo;
     torch::stable::parallel_for(0, args.images, share, [&](int64_t begin, int64_t end) { finish(args, begin, end); });
   }

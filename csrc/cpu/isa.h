@@ -1,4 +1,5 @@
-// Which instruction set runs: kernels are compiled once per set, each in a namespace of its name, and picked at run time.
+// Which instruction set runs: kernels are compiled once per set, each in a namespace of its name, and picked at run
+// time.
 #pragma once
 
 namespace pcsr {
@@ -22,7 +23,7 @@ const char* isa_name(Isa isa);
   namespace avx512 {                           \
   result name(__VA_ARGS__);                    \
   }
-#define PCSR_KERNEL(name)                            \
+#define PCSR_KERNEL(name)                              \
   (pcsr::cpu_isa() == pcsr::Isa::avx512 ? avx512::name \
    : pcsr::cpu_isa() == pcsr::Isa::avx2 ? avx2::name   \
                                         : generic::name)

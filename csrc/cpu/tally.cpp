@@ -1,4 +1,5 @@
-// CPU kernels of tally: label every row, add the counts, then settle the two largest; compiled once per instruction set.
+// CPU kernels of tally: label every row, add the counts, then settle the two largest; compiled once per instruction
+// set.
 #include "tally.h"
 
 #include <limits>

@@ -1,8 +1,7 @@
 // CUDA kernels of tally: label the rows, link those of one image into a list, let the list's head add its counts and
 // settle the two largest. An image has one writer, so counts of one byte need no atomics.
-#include "tally.h"
-
 #include "launch.h"
+#include "tally.h"
 
 namespace pcsr {
 namespace {
