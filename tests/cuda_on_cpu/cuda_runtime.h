@@ -2,8 +2,9 @@
 // and runs its kernels on the CPU.
 //
 // Model: a launch spreads its blocks over a few OS threads (workers) and returns when all are done. A worker runs one
-// block at a time. Each CUDA thread of the block is a fiber which runs until it waits in a barrier or a warp collective,
-// or returns; then the scheduler picks another one that is ready. A fiber that spins on memory is never preempted.
+// block at a time. Each CUDA thread of the block is a fiber which runs until it waits in a barrier or a warp
+// collective, or returns; then the scheduler picks another one that is ready. A fiber that spins on memory is never
+// preempted.
 //
 // Schedules (environment, read at every launch):
 //   CUSHIM_ORDER=forward   always the first ready thread of the block: warp 0 runs as far ahead as barriers let it
@@ -18,8 +19,8 @@
 // -fsanitize=address __shared__ arrays and dynamic shared memory have red zones; there is one worker then, and
 // __shared__ arrays are not poisoned.
 //
-// Dynamic shared memory is the one thing that C++ cannot spell as CUDA does. A kernel writes DYNAMIC_SHARED(float, tile);
-// and its file, after the includes, defines that macro for nvcc unless the shim already has:
+// Dynamic shared memory is the one thing that C++ cannot spell as CUDA does. A kernel writes DYNAMIC_SHARED(float,
+// tile); and its file, after the includes, defines that macro for nvcc unless the shim already has:
 //   #ifndef DYNAMIC_SHARED
 //   #define DYNAMIC_SHARED(T, name) extern __shared__ __align__(16) unsigned char dynamic_shared[]; (continued)
 //     T* name = reinterpret_cast<T*>(dynamic_shared)
@@ -90,14 +91,10 @@ struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-#define CUSHIM_VECTOR_TYPES(T, name)                                                  \
-  struct alignas(2 * sizeof(T)) name##2 {                                             \
-    T x, y;                                                                           \
-  };                                                                                  \
-  struct alignas(16) name##4 {                                                        \
-    T x, y, z, w;                                                                     \
-  };                                                                                  \
-  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                          \
+#define CUSHIM_VECTOR_TYPES(T, name)                         \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };         \
+  struct alignas(16) name##4 { T x, y, z, w; };              \
+  inline name##2 make_##name##2(T x, T y) { return {x, y}; } \
   inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 CUSHIM_VECTOR_TYPES(float, float)
 CUSHIM_VECTOR_TYPES(int, int)
@@ -174,7 +171,7 @@ constexpr int kVote = -1;
 
 struct Block {
   uint3 index;
-  int threads = 0, alive = 0, in_barrier = 0;
+  int threads = 0, fibers_created = 0, alive = 0, in_barrier = 0;
   Order order;
   uint64_t random_state;
   // the threads that can run, bit by bit, in the order of the schedule
@@ -237,7 +234,7 @@ CUSHIM_INTERNAL inline void order_block_memory(Block& b, bool with_scheduler) {
 CUSHIM_INTERNAL inline int index_of(const Block& b, const Fiber& fiber) { return int(&fiber - b.fibers); }
 
 __attribute__((format(printf, 3, 4))) CUSHIM_INTERNAL inline void fail(Block& b, const Fiber& fiber, const char* format,
-                                                                      ...) {
+                                                                       ...) {
   char reason[320];
   va_list values;
   va_start(values, format);
@@ -376,9 +373,9 @@ CUSHIM_INTERNAL inline void report_deadlock(Block& b) {
     if (b.fibers[i].state == State::kInWarp) in_warp = &b.fibers[i];
   }
   if (in_block) {
-    return fail(b, *in_warp, "waits for ever in %s (line %u) with mask 0x%08x, thread %d in __syncthreads (line %u): deadlock",
-                in_warp->collective, in_warp->where.line(), in_warp->mask, index_of(b, *in_block),
-                in_block->where.line());
+    return fail(
+        b, *in_warp, "waits for ever in %s (line %u) with mask 0x%08x, thread %d in __syncthreads (line %u): deadlock",
+        in_warp->collective, in_warp->where.line(), in_warp->mask, index_of(b, *in_block), in_block->where.line());
   }
   fail(b, *in_warp, "waits for ever in %s (line %u) with mask 0x%08x: deadlock", in_warp->collective,
        in_warp->where.line(), in_warp->mask);
@@ -451,13 +448,18 @@ inline void poison_static_shared() {
       nullptr);
 }
 
+inline char* map_stacks() {
+  return static_cast<char*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+}
+
+// Fibers are kept from launch to launch: the race checker takes long to make them.
 inline void create_fibers(Block& b) {
   const size_t guard = sysconf(_SC_PAGESIZE);
-  b.stacks = static_cast<char*>(mmap(nullptr, b.threads * kStackBytes, PROT_READ | PROT_WRITE,
-                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  for (int i = 0; i < b.threads; ++i) {
-    Context& context = b.fibers[i].context;
-    char* stack = b.stacks + i * kStackBytes;
+  if (!b.stacks) b.stacks = map_stacks();
+  for (; b.fibers_created < b.threads; ++b.fibers_created) {
+    Context& context = b.fibers[b.fibers_created].context;
+    char* stack = b.stacks + b.fibers_created * kStackBytes;
     // stacks grow down: one that is too small ends in a crash, not in its neighbour
     mprotect(stack, guard, PROT_NONE);
     context.stack = stack + guard;
@@ -466,26 +468,31 @@ inline void create_fibers(Block& b) {
     context.tsan_fiber = __tsan_create_fiber(0);
 #endif
   }
-#if defined(__SANITIZE_THREAD__)
-  b.scheduler.tsan_fiber = __tsan_get_current_fiber();
-#endif
-#if defined(__SANITIZE_ADDRESS__)
-  pthread_attr_t attributes;
-  pthread_getattr_np(pthread_self(), &attributes);
-  pthread_attr_getstack(&attributes, &b.scheduler.stack, &b.scheduler.stack_bytes);
-  pthread_attr_destroy(&attributes);
-#endif
 }
 
 inline void destroy_fibers(Block& b) {
 #if defined(__SANITIZE_THREAD__)
-  for (int i = 0; i < b.threads; ++i) __tsan_destroy_fiber(b.fibers[i].context.tsan_fiber);
+  for (int i = 0; i < b.fibers_created; ++i) __tsan_destroy_fiber(b.fibers[i].context.tsan_fiber);
 #endif
 #if defined(__SANITIZE_ADDRESS__)
   // threads that were given up leave red zones behind
-  __asan_unpoison_memory_region(b.stacks, b.threads * kStackBytes);
+  __asan_unpoison_memory_region(b.stacks, kMaxThreads * kStackBytes);
 #endif
-  munmap(b.stacks, b.threads * kStackBytes);
+  munmap(b.stacks, kMaxThreads * kStackBytes);
+  b.stacks = nullptr;
+  b.fibers_created = 0;
+}
+
+inline void describe_scheduler([[maybe_unused]] Context& scheduler) {
+#if defined(__SANITIZE_THREAD__)
+  scheduler.tsan_fiber = __tsan_get_current_fiber();
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  pthread_attr_t attributes;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, &scheduler.stack, &scheduler.stack_bytes);
+  pthread_attr_destroy(&attributes);
+#endif
 }
 
 struct Settings {
@@ -549,32 +556,34 @@ struct Launch {
 };
 
 // runs every workers-th block of the launch
-inline void work(Launch& launch, unsigned worker, unsigned workers) {
-  const auto b = std::make_unique<Block>();
+inline void work(Launch& launch, Block& b, unsigned worker, unsigned workers) {
   const dim3 grid = launch.config.gridDim, size = launch.config.blockDim;
-  b->threads = size.x * size.y * size.z;
-  b->order = launch.settings.order;
-  b->kernel = launch.kernel;
-  b->arguments = launch.arguments;
-  create_fibers(*b);
-  block = b.get();
+  b.threads = size.x * size.y * size.z;
+  b.order = launch.settings.order;
+  b.kernel = launch.kernel;
+  b.arguments = launch.arguments;
+  b.message[0] = 0;
+  create_fibers(b);
+  describe_scheduler(b.scheduler);
   // exactly as large as asked for, so that the address checker sees one byte too many
-  const std::unique_ptr<char, decltype(&free)> shared(static_cast<char*>(malloc(launch.config.dynamicSmemBytes)), &free);
-  b->dynamic_shared = shared.get();
+  const size_t shared_bytes = launch.config.dynamicSmemBytes;
+  const std::unique_ptr<void, decltype(&free)> shared(malloc(shared_bytes), &free);
+  b.dynamic_shared = shared.get();
+  block = &b;
   for (size_t i = worker; i < launch.blocks.size() && !launch.failed.load(std::memory_order_relaxed); i += workers) {
-    const uint32_t number = launch.blocks[i];
 #if !defined(__SANITIZE_ADDRESS__)
     poison_static_shared();
 #endif
-    memset(shared.get(), 0xff, launch.config.dynamicSmemBytes);
-    b->index = blockIdx = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
-    b->random_state = launch.settings.seed + number;
+    memset(shared.get(), 0xff, shared_bytes);
+    const uint32_t number = launch.blocks[i];
+    b.index = blockIdx = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
+    b.random_state = launch.settings.seed + number;
     blockDim = size;
     gridDim = grid;
-    run_block(*b);
-    if (b->message[0] && !launch.failed.exchange(true)) memcpy(launch.message, b->message, sizeof launch.message);
+    run_block(b);
+    if (b.message[0] && !launch.failed.exchange(true)) memcpy(launch.message, b.message, sizeof launch.message);
   }
-  destroy_fibers(*b);
+  if (b.message[0]) destroy_fibers(b);
 }
 
 inline cudaError_t run(const cudaLaunchConfig_t& config, const void* id, void (*kernel)(void*), void* arguments) {
@@ -592,8 +601,10 @@ inline cudaError_t run(const cudaLaunchConfig_t& config, const void* id, void (*
   }
   // never on the caller's own thread: what it keeps per thread must not be poisoned
   const unsigned workers = unsigned(std::min<size_t>(launch.settings.workers, launch.blocks.size()));
+  static std::vector<std::unique_ptr<Block>> blocks;
+  while (blocks.size() < workers) blocks.push_back(std::make_unique<Block>());
   std::vector<std::thread> threads;
-  for (unsigned i = 0; i < workers; ++i) threads.emplace_back(work, std::ref(launch), i, workers);
+  for (unsigned i = 0; i < workers; ++i) threads.emplace_back(work, std::ref(launch), std::ref(*blocks[i]), i, workers);
   for (std::thread& thread : threads) thread.join();
   return launch.failed ? set_error(cudaErrorLaunchFailure, launch.message) : cudaSuccess;
 }

@@ -29,7 +29,7 @@ __global__ void reverse_tile(const float* in, float* out, int rounds) {
   out[i] = value;
 }
 
-enum RotateBug { kRotateCorrect, kNoSyncwarp, kSyncBlockPart };
+enum RotateBug { kRotateCorrect, kNoSyncwarp, kShuffleForSyncwarp, kBarrierForSome };
 
 // One warp per 32 values, one lane per value: rotates them by one, within the warp.
 template <RotateBug bug>
@@ -38,9 +38,9 @@ __global__ void rotate_warp(const float* in, float* out) {
   const int t = threadIdx.x, i = blockIdx.x * kThreads + t;
   tile[t] = in[i];
   // a shuffle makes the lanes meet but orders no memory
-  if (bug == kNoSyncwarp) __shfl_sync(~0u, t, 0);
+  if (bug == kShuffleForSyncwarp) __shfl_sync(~0u, t, 0);
   if (bug == kRotateCorrect) __syncwarp();
-  if (bug == kSyncBlockPart && t < 64) __syncthreads();
+  if (bug == kBarrierForSome && t < 64) __syncthreads();
   out[i] = tile[(t & ~31) | ((t + 1) & 31)];
 }
 
@@ -73,7 +73,8 @@ __global__ void sum(const float* in, float* total, int n) {
 
 enum LastBlockBug { kLastBlockCorrect, kNoFence };
 
-// One thread per value: every block leaves its maximum behind, and the block that is done last takes the maximum of all.
+// One thread per value: every block leaves its maximum behind, and the block that is done last takes the maximum of
+// all.
 template <LastBlockBug bug>
 __global__ void max_by_last_block(const int* in, int* partial, unsigned* done, int* result) {
   __shared__ int warp_max[kWarps];
@@ -106,11 +107,12 @@ __global__ void copy(const float* in, float* out, int n) {
   const int t = threadIdx.x, i = blockIdx.x * kThreads + t;
   if (i > n || (i == n && bug != kPastGlobal)) return;
   const float value = i < n ? in[i] : 0;
-  fixed[bug == kPastStaticShared ? t + 1 : t] = value;
-  dynamic[bug == kPastDynamicShared ? t + 1 : t] = value;
+  const int in_fixed = bug == kPastStaticShared ? t + 1 : t, in_dynamic = bug == kPastDynamicShared ? t + 1 : t;
+  fixed[in_fixed] = value;
+  dynamic[in_dynamic] = value;
   for (int k = 0; k < (bug == kPastLocal ? n : 4); ++k) local[k] = value;
   if (bug == kMisaligned) local[0] = reinterpret_cast<const float4*>(in + i % 2)->x;
-  out[i] = bug == kPastStaticShared || bug == kPastDynamicShared ? value : (fixed[t] + dynamic[t] + local[i % 4]) / 3;
+  out[i] = (fixed[in_fixed] + dynamic[in_dynamic] + local[i % 4]) / 3;
 }
 
 enum CollectiveBug {
@@ -130,12 +132,12 @@ __global__ void first_positive(const int* in, int* out) {
   const int t = threadIdx.x, lane = t % 32;
   unsigned mask = lane < 16 ? 0x0000ffffu : 0xffff0000u;
   if (bug == kNotInOwnMask) mask = 0x0000ffffu;
-  if (bug == kDivergentMasks && lane == 3) mask = ~0u;
+  if (bug == kWarpAgainstBlock || (bug == kDivergentMasks && lane == 3)) mask = ~0u;
   if (bug == kReturnBeforeBarrier && t == 7) return;
   // only the lower half of each warp: the upper half must not be waited for
   if (lane < 16) __syncwarp(0x0000ffffu);
   if (bug == kDifferentCollectives && lane == 5) __syncwarp(mask);
-  if (bug == kWarpAgainstBlock && t == 9) __syncthreads();
+  if (bug == kWarpAgainstBlock && lane == 9) __syncthreads();
   const unsigned votes = __ballot_sync(mask, in[t] > 0);
   const int source = bug == kUnknownSource ? 31 - lane : __ffs(votes) - 1;
   const int value = __shfl_sync(mask, in[t], source);
@@ -167,7 +169,8 @@ __global__ void intrinsics(float* f, int* i, unsigned long long* u, double* d) {
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch(int blocks, int threads, size_t shared_bytes, void (*kernel)(Parameters...), Arguments... arguments) {
+cudaError_t launch(int blocks, int threads, size_t shared_bytes, void (*kernel)(Parameters...),
+                   Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
@@ -190,7 +193,8 @@ extern "C" cudaError_t run_reverse_tile(const float* in, float* out, int blocks,
 
 extern "C" cudaError_t run_rotate_warp(const float* in, float* out, int blocks, int bug) {
   if (bug == kNoSyncwarp) return launch(blocks, kThreads, 0, rotate_warp<kNoSyncwarp>, in, out);
-  if (bug == kSyncBlockPart) return launch(blocks, kThreads, 0, rotate_warp<kSyncBlockPart>, in, out);
+  if (bug == kShuffleForSyncwarp) return launch(blocks, kThreads, 0, rotate_warp<kShuffleForSyncwarp>, in, out);
+  if (bug == kBarrierForSome) return launch(blocks, kThreads, 0, rotate_warp<kBarrierForSome>, in, out);
   return launch(blocks, kThreads, 0, rotate_warp<kRotateCorrect>, in, out);
 }
 

@@ -1,0 +1,43 @@
+# make demo | test | bench | lint: each sets up what it needs in its own virtual environment.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# a torch release without its GPU libraries' weight on CPU machines; wheels are not compiled to save a minute
+TORCH := torch==2.13.0 triton==3.7.1
+BUILD := setuptools cmake ninja pybind11
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+
+.PHONY: demo test bench lint format clean
+demo: $(VENV)/installed
+	$(BIN)/python -m pcsr_fast.backend
+	$(BIN)/python -m doctest -o NORMALIZE_WHITESPACE -v pcsr_fast/ops/tally.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/installed
+	$(BIN)/python -m bench
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu')
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $$(git ls-files '*.h' '*.cpp' '*.cu')
+
+clean:
+	rm -rf build $(VENV) pcsr_fast/*.so
+
+$(VENV)/packages:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-compile $(TORCH) $(BUILD)
+	touch $@
+
+# editable: the compiled library stands in pcsr_fast/, and only what changed is compiled again
+$(VENV)/installed: $(VENV)/packages $(SOURCES)
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation --editable '.[test,lint]'
+	touch $@

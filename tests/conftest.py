@@ -1,0 +1,46 @@
+"""Settings and fixtures of all tests: poisoned memory, two threads, and the implementations under test."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from pcsr_fast import backend
+from pcsr_fast.ops import OPS
+from pcsr_fast.ops.op import define
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# every torch.empty, also inside the C++ kernels, comes filled with NaN or the largest integer
+torch.use_deterministic_algorithms(True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+torch.set_num_threads(2)
+
+# the CUDA kernels and their bindings, compiled for the CPU: torch.ops.pcsr_emulated
+EMULATED = "emulated"
+
+
+@functools.cache
+def load_emulated(sanitize: str | None = None) -> None:
+    import cushim
+
+    torch.ops.load_library(cushim.build_ops(sanitize))
+    for op in OPS.values():
+        define(op, "pcsr_emulated")
+
+
+backend.NAMESPACES[EMULATED] = "pcsr_emulated"
+
+
+@pytest.fixture(params=["reference", "native", EMULATED])
+def implementation(request):
+    """Gives the implementation of an op in each backend in turn: implementation(op)(*args)."""
+    if request.param == EMULATED:
+        load_emulated()
+    return lambda op: op.implementation(request.param)
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,63 @@
+"""The benchmark's own honesty: what is wrong is not timed, and a rerun replaces its row."""
+
+import csv
+import sys
+
+import pytest
+
+from bench import __main__ as bench
+from bench import baselines, measure
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Runs the tally benchmark on a small shape into a temporary folder."""
+    monkeypatch.setattr(bench, "TEST_SHAPES", ("tiny", "f30k", "cc"))
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench", "--op", "tally", "--seconds", "0.05", "--device", "cpu"])
+    return tmp_path
+
+
+def read(folder):
+    (path,) = folder.glob("*.csv")
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def test_rerun_replaces_rows(small):
+    assert bench.main() == 0
+    first = read(small)
+    assert bench.main() == 0
+    again = read(small)
+    assert [[row[k] for k in measure.KEY] for row in first] == [[row[k] for k in measure.KEY] for row in again]
+    assert len(first) == len(baselines.BASELINES["tally"])
+    assert float(first[0]["speedup"]) > 0
+
+
+def test_wrong_results_are_not_timed(small, monkeypatch, capsys):
+    def forgets(votes, *rest):
+        return votes.argmax(1)
+
+    monkeypatch.setitem(baselines.BASELINES, "tally", [forgets])
+    assert bench.main() == 1
+    assert "WRONG, not timed: tally odd forgets: result 1 differs" in capsys.readouterr().err
+    assert not [*small.glob("*.csv")]
+
+
+def test_other_rows_are_kept(tmp_path):
+    row = dict.fromkeys(measure.KEY, "a") | {"speedup": "1"}
+    path = tmp_path / "x.csv"
+    measure.save([row], path)
+    measure.save([row | {"op": "b", "speedup": "2"}], path)
+    measure.save([row | {"speedup": "3"}], path)
+    with path.open(newline="") as file:
+        assert [(r["op"], r["speedup"]) for r in csv.DictReader(file)] == [("a", "3"), ("b", "2")]
+
+
+def test_contenders_take_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = measure.interleaved(calls, lambda name: None, seconds=0)
+    assert order[:2] == ["a", "b"]
+    assert order[2:] == list("baab" * 3)[: len(order) - 2]
+    assert len(times["a"]) == len(times["b"]) == 5
