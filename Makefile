@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# a torch release without its GPU libraries' weight on CPU machines; wheels are not compiled to save a minute
+# pinned, so that every machine tests the same; without byte-compiling, which takes a minute
 TORCH := torch==2.13.0 triton==3.7.1
 BUILD := setuptools cmake ninja pybind11
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml

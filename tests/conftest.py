@@ -1,8 +1,10 @@
 """Settings and fixtures of all tests: poisoned memory, two threads, and the implementations under test."""
 
 import functools
+import os
 from pathlib import Path
 
+import cuda_on_cpu
 import pytest
 import torch
 
@@ -22,10 +24,17 @@ EMULATED = "emulated"
 
 
 @functools.cache
-def load_emulated(sanitize: str | None = None) -> None:
-    import cushim
-
-    torch.ops.load_library(cushim.build_ops(sanitize))
+def load_emulated() -> None:
+    """Compiles the CUDA kernels and their bindings for the CPU and gives the ops to torch."""
+    home = Path(torch.__file__).parent
+    library = cuda_on_cpu.build(
+        [*sorted(ROOT.glob("csrc/cuda/*.cu")), *sorted(ROOT.glob("csrc/bind/*.cpp"))],
+        flags=[f"-isystem{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"],
+        # set by test_cuda_kernels.py, which runs these tests again under a sanitizer
+        sanitize=os.environ.get("PCSR_TEST_SANITIZE"),
+        defines={"PCSR_CUDA_ON_CPU": 1, "TORCH_TARGET_VERSION": "0x020d000000000000"},
+    )
+    torch.ops.load_library(library)
     for op in OPS.values():
         define(op, "pcsr_emulated")
 

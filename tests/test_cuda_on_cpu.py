@@ -81,7 +81,8 @@ def test_missing_barriers_give_wrong_results(kernels, monkeypatch, kernel, bug):
 def test_misused_barriers_are_reported(kernels, schedule, kernel, bug, message):
     with pytest.raises(RuntimeError, match=message):
         getattr(kernels, kernel)(bug)
-    # and the next launch is not harmed
+    # and the next launches, of fewer and of more threads, are not harmed
+    kernels.call("run_uninitialised", ints([0, 0]), 1)
     assert getattr(kernels, kernel)()
 
 
@@ -189,16 +190,17 @@ def test_address_checker_survives_a_launch_that_was_given_up():
 def test_build_follows_headers_and_reports_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_on_cpu, "CACHE", tmp_path / "cache")
     header, source = tmp_path / "value.h", tmp_path / "value.cu"
-    header.write_text("#define VALUE 1\n")
+    header.write_text("#ifndef VALUE\n#define VALUE 1\n#endif\n")
     source.write_text('#include "value.h"\nextern "C" int value() { return VALUE; }\n')
     first = build([source])
     written = first.stat().st_mtime_ns
     assert build([source]) == first
     assert first.stat().st_mtime_ns == written
-    header.write_text("#define VALUE 2\n")
+    header.write_text("#ifndef VALUE\n#define VALUE 2\n#endif\n")
     second = build([source])
     assert second != first
     assert [ctypes.CDLL(str(library)).value() for library in (first, second)] == [1, 2]
+    assert ctypes.CDLL(str(build([source], defines={"VALUE": 3}))).value() == 3
     source.write_text("not C++\n")
     with pytest.raises(RuntimeError, match=r"error: .*not"):
         build([source])

@@ -11,8 +11,9 @@
 //   CUSHIM_ORDER=reverse   always the last one, and the blocks backwards
 //   CUSHIM_ORDER=random    any one, and the blocks shuffled, drawn from CUSHIM_SEED
 //   CUSHIM_WORKERS=n       OS threads
-// As nobody waits without a barrier, a barrier that is missing gives a wrong result in at least one schedule. Shared
-// memory starts as 0xff bytes (NaN), and so does what a shuffle reads from a lane that does not take part.
+// As nobody waits without a barrier, a missing one shows as a wrong result in at least one schedule, unless a
+// collective happens to make the same threads meet there. Shared memory starts as 0xff bytes (NaN), and so does what a
+// shuffle reads from a lane that does not take part.
 //
 // With -fsanitize=thread races are reported even where the schedule hides them: only __syncthreads, __syncwarp, and
 // atomics after a __threadfence order memory; two blocks on one worker count as ordered, others do not. With
@@ -58,7 +59,6 @@
 #include <sanitizer/tsan_interface.h>
 #endif
 #if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -409,6 +409,8 @@ CUSHIM_INTERNAL inline void start_thread(Block& b, Fiber& fiber) {
 CUSHIM_INTERNAL inline void run_block(Block& b) {
   b.alive = b.threads;
   b.in_barrier = 0;
+  // a block that was given up leaves threads that could run
+  std::fill(std::begin(b.ready), std::end(b.ready), 0);
   for (int i = 0; i < b.threads; ++i) start_thread(b, b.fibers[i]);
   order_block_memory(b, true);
   while (b.alive > 0 && !b.message[0]) {
@@ -470,16 +472,11 @@ inline void create_fibers(Block& b) {
   }
 }
 
+// The stacks stay: threads that were given up leave red zones behind, which only a next thread may meet.
 inline void destroy_fibers(Block& b) {
 #if defined(__SANITIZE_THREAD__)
   for (int i = 0; i < b.fibers_created; ++i) __tsan_destroy_fiber(b.fibers[i].context.tsan_fiber);
 #endif
-#if defined(__SANITIZE_ADDRESS__)
-  // threads that were given up leave red zones behind
-  __asan_unpoison_memory_region(b.stacks, kMaxThreads * kStackBytes);
-#endif
-  munmap(b.stacks, kMaxThreads * kStackBytes);
-  b.stacks = nullptr;
   b.fibers_created = 0;
 }
 

@@ -110,6 +110,8 @@ __global__ void copy(const float* in, float* out, int n) {
   const int in_fixed = bug == kPastStaticShared ? t + 1 : t, in_dynamic = bug == kPastDynamicShared ? t + 1 : t;
   fixed[in_fixed] = value;
   dynamic[in_dynamic] = value;
+  // the lanes past the end have returned and are not waited for
+  __syncwarp();
   for (int k = 0; k < (bug == kPastLocal ? n : 4); ++k) local[k] = value;
   if (bug == kMisaligned) local[0] = reinterpret_cast<const float4*>(in + i % 2)->x;
   out[i] = (fixed[in_fixed] + dynamic[in_dynamic] + local[i % 4]) / 3;
