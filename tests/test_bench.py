@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bench import __main__ as bench
-from bench import baselines, measure
+from bench import baselines, measure, report
 
 
 @pytest.fixture
@@ -61,3 +61,16 @@ def test_contenders_take_turns():
     assert order[:2] == ["a", "b"]
     assert order[2:] == list("baab" * 3)[: len(order) - 2]
     assert len(times["a"]) == len(times["b"]) == 5
+
+
+def test_readme_table(tmp_path):
+    row = dict.fromkeys(measure.KEY, "a") | {"speedup": "2.55", "median_us": "1234.5", "baseline_median_us": "3148"}
+    measure.save([row | {"sizes": "n=1", "torch": "2"}], tmp_path / "x.csv")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}old\n{report.END}\nafter\n")
+    report.write(readme, tmp_path)
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- bench -->\n`x`")
+    assert "| 1,234 us | a (3,148 us) | 2.5 x |" in text or "| 1,234 us | a (3,148 us) | 2.6 x |" in text
+    assert text.endswith("<!-- /bench -->\nafter\n")
+    assert "old" not in text

@@ -9,7 +9,14 @@ import pytest
 from conftest import ROOT
 
 # what runs the kernels; tests of torch.compile and of argument checks would only repeat themselves
-TESTS = ["-q", "-p", "no:cacheprovider", str(ROOT / "tests"), "-k", "emulated and not compile and not opcheck and not wrong_shapes"]
+TESTS = [
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    str(ROOT / "tests"),
+    "-k",
+    "emulated and not compile and not opcheck and not wrong_shapes",
+]
 
 
 def summary(done: subprocess.CompletedProcess) -> str:

@@ -82,7 +82,7 @@ def test_misused_barriers_are_reported(kernels, schedule, kernel, bug, message):
     with pytest.raises(RuntimeError, match=message):
         getattr(kernels, kernel)(bug)
     # and the next launches, of fewer and of more threads, are not harmed
-    kernels.call("run_uninitialised", ints([0, 0]), 1)
+    kernels.call("run_configuration", ints([0, 0]), 1, 40, 4, 0)
     assert getattr(kernels, kernel)()
 
 

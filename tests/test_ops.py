@@ -1,4 +1,4 @@
-"""The grid: every op, implementation, shape and dtype against the float64 reference, and torch's own checks of an op."""
+"""The grid: every op, implementation, shape and dtype against the float64 reference, and torch's checks of an op."""
 
 import pytest
 import torch

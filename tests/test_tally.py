@@ -220,7 +220,6 @@ def test_damaged_state(implementation):
         fails(implementation, "is not a class", torch.arange(4) % 5, torch.arange(4), state)
 
 
-
 @pytest.mark.parametrize(
     ("match", "votes", "ids", "state"),
     [

@@ -1,0 +1,39 @@
+"""`python -m bench.report`: writes the table of results into README.md, between its markers."""
+
+import csv
+import sys
+from pathlib import Path
+
+from bench.measure import RESULTS
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->"
+
+
+def table(results: Path) -> str:
+    lines = []
+    for path in sorted(results.glob("*.csv")):
+        with path.open(newline="") as file:
+            rows = [*csv.DictReader(file)]
+        lines += [f"`{path.stem}`, torch {rows[0]['torch']}:", ""]
+        lines += ["| op | sizes | backend | median | against | speed-up |", "| --- | --- | --- | --- | --- | --- |"]
+        lines += [
+            f"| {r['op']} | {r['sizes']} | {r['contender']}, {r['device']}, {r['threads']} threads "
+            f"| {float(r['median_us']):,.0f} us | {r['baseline']} ({float(r['baseline_median_us']):,.0f} us) "
+            f"| {float(r['speedup']):.1f} x |"
+            for r in rows
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write(readme: Path, results: Path) -> None:
+    head, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"{readme}: no lines {BEGIN.strip()} and {END} to write between")
+    readme.write_text(head + BEGIN + table(results) + "\n" + END + tail)
+
+
+if __name__ == "__main__":
+    write(README, RESULTS)
