@@ -102,8 +102,7 @@ Tensor tally_on_cpu(const Tensor& votes, const Tensor& ids, const Tensor& counts
   const Tally tally = checked(votes, ids, counts, n_max, argmax, n_second);
   const TallyArgs& args = tally.args;
   const auto label = PCSR_KERNEL(tally_label);
-  const auto add = PCSR_KERNEL(tally_add);
-  const auto settle = PCSR_KERNEL(tally_settle);
+  const auto apply = PCSR_KERNEL(tally_apply);
   const auto undo = PCSR_KERNEL(tally_undo);
   std::atomic<uint64_t> fault{kNoFault};
   // waking a thread costs as much as about 64 k logits
@@ -112,11 +111,10 @@ Tensor tally_on_cpu(const Tensor& votes, const Tensor& ids, const Tensor& counts
                               [&](int64_t begin, int64_t end) { keep_first(fault, label(args, begin, end)); });
   if (fault == kNoFault) {
     // each thread owns a range of images, so a repeated id needs no atomics; few rows are not worth a second thread
-    const int64_t share = args.batch < 1024 ? args.images : 1;
+    const int64_t share = args.batch < 2048 ? args.images : 1;
     torch::stable::parallel_for(0, args.images, share,
-                                [&](int64_t begin, int64_t end) { keep_first(fault, add(args, begin, end)); });
-    const auto finish = fault == kNoFault ? settle : undo;
-    torch::stable::parallel_for(0, args.images, share, [&](int64_t begin, int64_t end) { finish(args, begin, end); });
+                                [&](int64_t begin, int64_t end) { keep_first(fault, apply(args, begin, end)); });
+    if (fault != kNoFault) undo(args, 0, args.images);
   }
   if (fault != kNoFault) raise(fault, args, args.ids[fault / 8], args.labels[fault / 8]);
   return tally.labels;

@@ -69,50 +69,54 @@ uint64_t label_rows(const TallyArgs& a, int64_t begin, int64_t end) {
   return kNoFault;
 }
 
-// counts wrap around, so that undo restores them exactly
 template <typename Count>
 Count* count_of(const TallyArgs& a, int64_t row) {
   return static_cast<Count*>(a.counts) + a.ids[row] * a.classes + a.labels[row];
 }
 
 template <typename Count>
-uint64_t add(const TallyArgs& a, int64_t begin, int64_t end) {
+uint64_t apply(const TallyArgs& a, int64_t begin, int64_t end) {
+  Count* n_max = static_cast<Count*>(a.n_max);
+  Count* n_second = static_cast<Count*>(a.n_second);
   const auto mine = [&](int64_t row) { return a.ids[row] >= begin && a.ids[row] < end; };
   uint64_t fault = kNoFault;
   for (int64_t b = 0; b < a.batch; ++b) {
     if (b + kAhead < a.batch && mine(b + kAhead)) {
       __builtin_prefetch(count_of<Count>(a, b + kAhead), 1);
-      __builtin_prefetch(static_cast<Count*>(a.n_max) + a.ids[b + kAhead], 1);
-      __builtin_prefetch(static_cast<Count*>(a.n_second) + a.ids[b + kAhead], 1);
+      __builtin_prefetch(n_max + a.ids[b + kAhead], 1);
+      __builtin_prefetch(n_second + a.ids[b + kAhead], 1);
     }
     if (!mine(b)) continue;
+    const int64_t i = a.ids[b];
     Count* count = count_of<Count>(a, b);
     if (*count == std::numeric_limits<Count>::max() && fault == kNoFault) fault = tally_fault(b, kOverflow);
+    // wraps around, so that undo restores it
     *count = static_cast<Count>(static_cast<std::make_unsigned_t<Count>>(*count) + 1u);
+    Top2<Count> top{n_max[i], n_second[i], a.argmax[i]};
+    merge_class(top, static_cast<int32_t>(a.labels[b]), *count);
+    n_max[i] = top.n_max;
+    n_second[i] = top.n_second;
+    a.argmax[i] = top.argmax;
   }
   return fault;
 }
 
 template <typename Count>
 void undo(const TallyArgs& a, int64_t begin, int64_t end) {
+  const auto mine = [&](int64_t row) { return a.ids[row] >= begin && a.ids[row] < end; };
   for (int64_t b = 0; b < a.batch; ++b) {
-    if (a.ids[b] < begin || a.ids[b] >= end) continue;
+    if (!mine(b)) continue;
     Count* count = count_of<Count>(a, b);
     *count = static_cast<Count>(static_cast<std::make_unsigned_t<Count>>(*count) - 1u);
   }
-}
-
-template <typename Count>
-void settle(const TallyArgs& a, int64_t begin, int64_t end) {
-  Count* n_max = static_cast<Count*>(a.n_max);
-  Count* n_second = static_cast<Count*>(a.n_second);
   for (int64_t b = 0; b < a.batch; ++b) {
+    if (!mine(b)) continue;
     const int64_t i = a.ids[b];
-    if (i < begin || i >= end) continue;
-    Top2<Count> top{n_max[i], n_second[i], a.argmax[i]};
-    merge_class(top, static_cast<int32_t>(a.labels[b]), *count_of<Count>(a, b));
-    n_max[i] = top.n_max;
-    n_second[i] = top.n_second;
+    const Count* counts = static_cast<const Count*>(a.counts) + i * a.classes;
+    Top2<Count> top{counts[0], 0, 0};
+    for (int64_t k = 1; k < a.classes; ++k) merge_class(top, static_cast<int32_t>(k), counts[k]);
+    static_cast<Count*>(a.n_max)[i] = top.n_max;
+    static_cast<Count*>(a.n_second)[i] = top.n_second;
     a.argmax[i] = top.argmax;
   }
 }
@@ -135,9 +139,7 @@ uint64_t tally_label(const TallyArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-uint64_t tally_add(const TallyArgs& args, int64_t begin, int64_t end) { return PCSR_BY_COUNT(add, begin, end); }
-
-void tally_settle(const TallyArgs& args, int64_t begin, int64_t end) { PCSR_BY_COUNT(settle, begin, end); }
+uint64_t tally_apply(const TallyArgs& args, int64_t begin, int64_t end) { return PCSR_BY_COUNT(apply, begin, end); }
 
 void tally_undo(const TallyArgs& args, int64_t begin, int64_t end) { PCSR_BY_COUNT(undo, begin, end); }
 
