@@ -1,4 +1,4 @@
-// The triplet op without torch: its arguments, and the hinge that CPU and CUDA share.
+// The triplet op without torch: its arguments, and what CPU and CUDA share of the hinge and its gradient.
 #pragma once
 #include <cstdint>
 
@@ -7,35 +7,33 @@
 namespace pcsr {
 
 // Rows of scores are images, columns captions, positives on the diagonal. Margin i is that of positive pair i: it
-// stands in row i and in column i. Pairs that share an image or caption id are not each other's negatives.
+// counts in row i and in column i. Pairs that share an image or caption id are not each other's negatives.
 template <typename T>
 struct TripletArgs {
   const T* scores;             // [batch, batch]
-  const T* margin;             // [1] or [batch]
+  const T* margin;             // [batch], or [1] with margin_stride 0
   const int64_t* image_ids;    // [batch] or null
   const int64_t* caption_ids;  // [batch] or null
-  int64_t batch;
-  int64_t margin_stride;  // 0 or 1
-  bool hardest;           // else the mean over all
+  int64_t batch, margin_stride;
+  bool hardest;  // else the mean over all negatives
 
-  // written by forward, read by backward. hardest: the hardest negative of the row (column), -1 if its hinge is 0;
-  // mean: how many hinges of the row (column) are not 0
-  T* loss;          // [batch], row and column of each pair together
+  // written by forward, read by backward. in_row and in_col are, if hardest, the hardest negative of the row and of the
+  // column, -1 where its hinge is 0; else the number of hinges in the row and in the column that are not 0
+  T* loss;          // [batch], of row and column together
   int32_t* in_row;  // [batch]
   int32_t* in_col;  // [batch]
 
-  // backward
   const T* grad_loss;  // [batch]
-  T* grad_scores;      // [batch, batch]
+  T* grad_scores;      // [batch, batch], written by backward
 };
 
-// above 0 where score j of a negative comes closer than margin i to the score of positive pair i
+// above 0 where a negative comes closer than the margin to the score of a positive pair
 template <typename T>
 PCSR_INLINE T hinge_of(const TripletArgs<T>& a, int64_t pair, T score) {
   return (score - a.scores[pair * (a.batch + 1)]) + a.margin[pair * a.margin_stride];
 }
 
-// backward of the hardest negatives for pair i: its own score and its two negatives; every cell has one writer
+// gradient of the hardest negatives of pair i on zeros: its own score and two others; every cell has one writer
 template <typename T>
 PCSR_INLINE void scatter_hardest(const TripletArgs<T>& a, int64_t i) {
   const T grad = a.grad_loss[i];

@@ -7,8 +7,14 @@ from importlib import import_module
 from importlib.metadata import version
 
 _HOME = {
-    "TallyState": "pcsr_fast.ops",
-    "tally": "pcsr_fast.ops",
+    **dict.fromkeys(
+        (
+            *("TallyState", "tally"),
+            *("triplet", "triplet_pairs", "adaptive_margin"),
+            *("Agreement", "agreement", "gce", "entropy", "label_similarity"),
+        ),
+        "pcsr_fast.ops",
+    ),
     "build_info": "pcsr_fast.backend",
     "use_backend": "pcsr_fast.backend",
 }

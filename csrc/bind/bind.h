@@ -69,6 +69,16 @@ inline void check_device(const char* op, const char* name, const Tensor& t, cons
   check(t.device() == like.device(), op, ": ", name, " must be on the same device as the first argument");
 }
 
+// calls f with a zero of the tensor's type, float or double
+template <typename F>
+void by_type(const Tensor& t, F f) {
+  if (t.scalar_type() == ScalarType::Float) {
+    f(float{});
+  } else {
+    f(double{});
+  }
+}
+
 // a dispatcher call only where there is something to copy
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 

@@ -5,52 +5,13 @@
 #include <limits>
 #include <type_traits>
 
+#include "rows.h"
+
 namespace pcsr::PCSR_ISA {
 namespace {
 
-constexpr int kNan = -1;
 // rows between asking for a cache line and using it
 constexpr int64_t kAhead = 16;
-
-// index of the first maximum of a row, or kNan; independent lanes let the compiler use vectors without -ffast-math
-template <typename T>
-int64_t row_argmax(const T* row, int64_t n) {
-  constexpr int kLanes = 128 / sizeof(T);
-  // as wide as T: lanes of one width vectorise
-  using Flag = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
-  T best[kLanes];
-  Flag nan[kLanes] = {};
-  const int64_t whole = n - n % kLanes;
-  for (int l = 0; l < kLanes; ++l) best[l] = -std::numeric_limits<T>::infinity();
-  for (int64_t j = 0; j < whole; j += kLanes) {
-    for (int l = 0; l < kLanes; ++l) {
-      const T x = row[j + l];
-      nan[l] |= x != x;
-      best[l] = x > best[l] ? x : best[l];
-    }
-  }
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l) {
-      nan[l] |= nan[l + half];
-      best[l] = best[l + half] > best[l] ? best[l + half] : best[l];
-    }
-  }
-  T top = best[0];
-  bool any_nan = nan[0] != 0;
-  for (int64_t j = whole; j < n; ++j) {
-    any_nan |= row[j] != row[j];
-    top = row[j] > top ? row[j] : top;
-  }
-  if (any_nan) return kNan;
-  int64_t at = 0;
-  for (; at < whole; at += kLanes) {
-    Flag hit = 0;
-    for (int l = 0; l < kLanes; ++l) hit |= row[at + l] == top;
-    if (hit) break;
-  }
-  while (row[at] != top) ++at;
-  return at;
-}
 
 template <typename Vote>
 uint64_t label_rows(const TallyArgs& a, int64_t begin, int64_t end) {

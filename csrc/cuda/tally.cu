@@ -1,6 +1,6 @@
 // CUDA kernels of tally: label the rows, link those of one image into a list, let the list's head add its counts and
 // settle the two largest. An image has one writer, so counts of one byte need no atomics.
-#include "launch.h"
+#include "reduce.h"
 #include "tally.h"
 
 namespace pcsr {
@@ -23,30 +23,9 @@ __global__ void label_logits(TallyArgs a, uint64_t* fault) {
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
   if (row >= a.batch) return;
-  const Logit* logits = static_cast<const Logit*>(a.votes) + row * a.classes;
-  const int32_t classes = static_cast<int32_t>(a.classes);
-  Logit best = 0;
-  int32_t at = classes;
-  bool nan = false;
-  for (int64_t j = lane; j < classes; j += kWarp) {
-    const Logit x = logits[j];
-    nan |= x != x;
-    if (at == classes || x > best) {
-      best = x;
-      at = static_cast<int32_t>(j);
-    }
-  }
-  nan = __any_sync(~0u, nan);
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const Logit other = __shfl_xor_sync(~0u, best, distance);
-    const int32_t other_at = __shfl_xor_sync(~0u, at, distance);
-    if (other_at < classes && (at == classes || other > best || (other == best && other_at < at))) {
-      best = other;
-      at = other_at;
-    }
-  }
+  const RowMax<Logit> top = row_max(static_cast<const Logit*>(a.votes) + row * a.classes, a.classes);
   if (lane == 0) {
-    a.labels[row] = nan ? -1 : at;
+    a.labels[row] = top.nan ? -1 : top.at;
     keep_first(fault, check_row(a, row, a.labels[row]));
   }
 }

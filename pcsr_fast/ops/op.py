@@ -18,6 +18,21 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Backward:
+    """The second torch op of a differentiable one, named <op>_backward."""
+
+    schema: str
+    fake: Callable[..., Any]
+    # save(inputs, outputs) -> (tensors, constants) for run
+    save: Callable[[tuple, tuple], tuple[tuple[Tensor | None, ...], Any]]
+    # run(kernel, tensors, constants, grads of the outputs, which inputs need one) -> a gradient or None per input
+    run: Callable[..., tuple[Tensor | None, ...]]
+    # which arguments get a gradient, and from which results
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Op:
     """One op: everything about it that does not depend on the implementation.
 
@@ -36,12 +51,13 @@ class Op:
     # arguments of a size: inputs(dtype, generator, **shapes[name])
     inputs: Callable[..., tuple]
     cost: Callable[..., Cost]
+    backward: Backward | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     # how far a result may be from the float64 reference beyond the reference's own error at that dtype
     tolerance: dict[torch.dtype, float] = field(default_factory=lambda: {torch.float32: 1e-5, torch.float64: 1e-10})
 
     def __call__(self, *args):
-        """Runs the op with the backend that is chosen for the device of its first argument."""
+        """Runs the op with the backend that is chosen for the device of its first argument, a tensor."""
         chosen = backend.choose(self.name, args[0].device.type, backend.current_choice())
         return self.implementation(chosen)(*args)
 
@@ -57,11 +73,29 @@ _libraries: list[torch.library.Library] = []
 
 
 def define(op: Op, namespace: str) -> None:
-    """Tells torch the op's schema and fake under a namespace; kernels are added to it from C++ or Triton."""
+    """Tells torch the op's schema, fake and gradient under a namespace; kernels are added to it from C++ or Triton."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(op.name + op.schema)
     torch.library.register_fake(f"{namespace}::{op.name}", op.fake, lib=library)
+    if op.backward:
+        define_backward(op, namespace, library)
     _libraries.append(library)
+
+
+def define_backward(op: Op, namespace: str, library: torch.library.Library) -> None:
+    name = f"{op.name}_backward"
+    library.define(name + op.backward.schema)
+    torch.library.register_fake(f"{namespace}::{name}", op.backward.fake, lib=library)
+    kernel = getattr(getattr(torch.ops, namespace), name).default
+
+    def setup_context(ctx, inputs, output):
+        tensors, ctx.constants = op.backward.save(inputs, output)
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx, *grads):
+        return op.backward.run(kernel, ctx.saved_tensors, ctx.constants, grads, ctx.needs_input_grad)
+
+    torch.library.register_autograd(f"{namespace}::{op.name}", backward, setup_context=setup_context, lib=library)
 
 
 def register(op: Op) -> Op:

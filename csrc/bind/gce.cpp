@@ -1,0 +1,197 @@
+// torch.ops.pcsr.gce and gce_backward: check the tensors and run the kernels of their device.
+#include "../gce.h"
+
+#include <tuple>
+
+#include "bind.h"
+
+#if !defined(PCSR_CUDA_ON_CPU)
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "../cpu/gce.h"
+#endif
+#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#include "../cuda/gce.h"
+#endif
+
+namespace pcsr {
+namespace {
+
+// loss [2, batch], mean [2, classes], labels [2, batch] and log_sum [2, batch]; first the image side, then the text
+// side
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Grads = std::tuple<Tensor, Tensor>;
+
+struct Logits {
+  Tensor side[2];
+
+  int64_t batch() const { return side[0].size(0); }
+  int64_t classes() const { return side[0].size(1); }
+};
+
+Logits checked(const Tensor& image, const Tensor& text, double gamma) {
+  const ScalarType type = image.scalar_type();
+  check(type == ScalarType::Float || type == ScalarType::Double, "gce: logits must be float32 or float64, got ",
+        torch::headeronly::toString(type));
+  check(image.dim() == 2 && image.size(0) >= 1 && image.size(1) >= 1,
+        "gce: image logits must be [batch, classes] and not empty, got ", shape_of(image));
+  check(image.size(1) < INT32_MAX, "gce: at most 2^31 - 2 classes, got ", image.size(1));
+  check_type("gce", "text logits", text, type);
+  check_shape("gce", "text logits", text, {image.size(0), image.size(1)});
+  check_device("gce", "text logits", text, image);
+  check(gamma >= 0 && gamma <= 1, "gce: gamma must be in [0, 1], got ", gamma);
+  return {{dense(image), dense(text)}};
+}
+
+// row s of a tensor [2, n]
+template <typename T>
+T* row_of(const Tensor& t, int s) {
+  return static_cast<T*>(t.data_ptr()) + s * t.size(1);
+}
+
+template <typename Run>
+Outputs forward(const Logits& logits, double gamma, Run run) {
+  const Tensor& like = logits.side[0];
+  const Tensor loss = torch::stable::new_empty(like, {2, logits.batch()});
+  const Tensor mean = torch::stable::new_empty(like, {2, logits.classes()});
+  const Tensor labels = torch::stable::new_empty(like, {2, logits.batch()}, ScalarType::Long);
+  const Tensor log_sum = torch::stable::new_empty(like, {2, logits.batch()});
+  by_type(like, [&]<typename T>(T) {
+    GceArgs<T> args = {{}, logits.batch(), logits.classes(), static_cast<T>(gamma)};
+    for (int s = 0; s < 2; ++s) {
+      GceSide<T>& side = args.side[s];
+      side.logits = static_cast<const T*>(logits.side[s].data_ptr());
+      side.loss = row_of<T>(loss, s);
+      side.mean = row_of<T>(mean, s);
+      side.labels = row_of<int64_t>(labels, s);
+      side.log_sum = row_of<T>(log_sum, s);
+    }
+    run(args);
+  });
+  return {loss, mean, labels, log_sum};
+}
+
+// a gradient that is not wanted comes back without rows
+template <typename Run>
+Grads backward(const Logits& logits, const Tensor& grad_loss, const Tensor& grad_mean, const Tensor& labels,
+               const Tensor& log_sum, double gamma, const bool wanted[2], Run run) {
+  const Tensor& like = logits.side[0];
+  check_type("gce", "grad_loss", grad_loss, like.scalar_type());
+  check_type("gce", "grad_mean", grad_mean, like.scalar_type());
+  check_type("gce", "labels", labels, ScalarType::Long);
+  check_type("gce", "log_sum", log_sum, like.scalar_type());
+  check_shape("gce", "grad_loss", grad_loss, {2, logits.batch()});
+  check_shape("gce", "grad_mean", grad_mean, {2, logits.classes()});
+  check_shape("gce", "labels", labels, {2, logits.batch()});
+  check_shape("gce", "log_sum", log_sum, {2, logits.batch()});
+  for (const Tensor* t : {&grad_loss, &grad_mean, &labels, &log_sum}) check_device("gce", "every tensor", *t, like);
+  const Tensor loss = dense(grad_loss), mean = dense(grad_mean), own_labels = dense(labels), sums = dense(log_sum);
+  const Tensor grads[2] = {torch::stable::new_empty(like, {wanted[0] ? logits.batch() : 0, logits.classes()}),
+                           torch::stable::new_empty(like, {wanted[1] ? logits.batch() : 0, logits.classes()})};
+  by_type(like, [&]<typename T>(T) {
+    GceArgs<T> args = {{}, logits.batch(), logits.classes(), static_cast<T>(gamma)};
+    for (int s = 0; s < 2; ++s) {
+      GceSide<T>& side = args.side[s];
+      side.logits = static_cast<const T*>(logits.side[s].data_ptr());
+      side.labels = row_of<int64_t>(own_labels, s);
+      side.log_sum = row_of<T>(sums, s);
+      side.grad_loss = row_of<T>(loss, s);
+      side.grad_mean = row_of<T>(mean, s);
+      side.grad_logits = wanted[s] ? static_cast<T*>(grads[s].data_ptr()) : nullptr;
+    }
+    run(args);
+  });
+  return {grads[0], grads[1]};
+}
+
+#if !defined(PCSR_CUDA_ON_CPU)
+
+// rows for one thread at a time: waking one costs as much as about 16 k exponentials
+template <typename T>
+int64_t rows_a_chunk(const GceArgs<T>& args) {
+  const int64_t threads = torch::stable::get_num_threads();
+  return std::max<int64_t>((args.batch + threads - 1) / threads, 1 + 8192 / args.classes);
+}
+
+Outputs gce_on_cpu(const Tensor& image_logits, const Tensor& text_logits, double gamma) {
+  return forward(checked(image_logits, text_logits, gamma), gamma, [&]<typename T>(const GceArgs<T>& args) {
+    const auto rows = PCSR_KERNEL(gce_rows<T>);
+    const int64_t share = rows_a_chunk(args), chunks = (args.batch + share - 1) / share, width = 2 * args.classes;
+    std::vector<T> sums(chunks * width), scratch(chunks * args.classes);
+    std::atomic<bool> fine{true};
+    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        const int64_t last = std::min(args.batch, (c + 1) * share);
+        if (!rows(args, &sums[c * width], &scratch[c * args.classes], c * share, last)) fine = false;
+      }
+    });
+    check(fine, "gce: logits contain NaN");
+    for (int64_t k = 0; k < width; ++k) {
+      T sum = 0;
+      for (int64_t c = 0; c < chunks; ++c) sum += sums[c * width + k];
+      args.side[k / args.classes].mean[k % args.classes] = sum / static_cast<T>(args.batch);
+    }
+  });
+}
+
+Grads gce_backward_on_cpu(const Tensor& grad_loss, const Tensor& grad_mean, const Tensor& image_logits,
+                          const Tensor& text_logits, const Tensor& labels, const Tensor& log_sum, double gamma,
+                          bool want_image, bool want_text) {
+  const bool wanted[2] = {want_image, want_text};
+  const auto run = [&]<typename T>(const GceArgs<T>& args) {
+    for (const GceSide<T>& side : args.side) {
+      const bool fine = std::all_of(side.labels, side.labels + args.batch,
+                                    [&](int64_t label) { return label >= 0 && label < args.classes; });
+      check(fine, "gce: labels out of range");
+    }
+    const auto rows = PCSR_KERNEL(gce_backward<T>);
+    torch::stable::parallel_for(0, args.batch, rows_a_chunk(args),
+                                [&](int64_t begin, int64_t end) { rows(args, begin, end); });
+  };
+  const Logits logits = checked(image_logits, text_logits, gamma);
+  return backward(logits, grad_loss, grad_mean, labels, log_sum, gamma, wanted, run);
+}
+
+#endif
+
+#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+
+Outputs gce_on_cuda(const Tensor& image_logits, const Tensor& text_logits, double gamma) {
+  const Logits logits = checked(image_logits, text_logits, gamma);
+  const DeviceOf device(image_logits);
+  return forward(logits, gamma, [&]<typename T>(const GceArgs<T>& args) {
+    check_cuda("gce", gce_cuda<T>(args, stream_of(image_logits)));
+  });
+}
+
+Grads gce_backward_on_cuda(const Tensor& grad_loss, const Tensor& grad_mean, const Tensor& image_logits,
+                           const Tensor& text_logits, const Tensor& labels, const Tensor& log_sum, double gamma,
+                           bool want_image, bool want_text) {
+  const bool wanted[2] = {want_image, want_text};
+  const Logits logits = checked(image_logits, text_logits, gamma);
+  const DeviceOf device(image_logits);
+  return backward(logits, grad_loss, grad_mean, labels, log_sum, gamma, wanted,
+                  [&]<typename T>(const GceArgs<T>& args) {
+                    check_cuda("gce", gce_backward_cuda<T>(args, stream_of(image_logits)));
+                  });
+}
+
+#endif
+
+}  // namespace
+}  // namespace pcsr
+
+#if !defined(PCSR_CUDA_ON_CPU)
+STABLE_TORCH_LIBRARY_IMPL(pcsr, CPU, m) {
+  m.impl("gce", TORCH_BOX(&pcsr::gce_on_cpu));
+  m.impl("gce_backward", TORCH_BOX(&pcsr::gce_backward_on_cpu));
+}
+#endif
+#if defined(PCSR_CUDA_IMPL)
+PCSR_CUDA_IMPL(m) {
+  m.impl("gce", TORCH_BOX(&pcsr::gce_on_cuda));
+  m.impl("gce_backward", TORCH_BOX(&pcsr::gce_backward_on_cuda));
+}
+#endif
