@@ -5,62 +5,96 @@ import sys
 
 import torch
 
-from bench.baselines import BASELINES, MAY_DIFFER, RENEW
+from bench.baselines import TASKS
 from bench.measure import RESULTS, interleaved, machine, save, summary
 from pcsr_fast import backend
 from pcsr_fast.ops import OPS
 from pcsr_fast.ops.verify import copies, mismatch
 
-TEST_SHAPES = ("tiny", "odd")
+
+def is_test_shape(shape: str) -> bool:
+    return shape.startswith(("tiny", "odd"))
 
 
-def on_device(args: tuple, device: str) -> tuple:
+def arguments(op, shape: str, device: str) -> tuple:
+    args = op.inputs(torch.float32, torch.Generator().manual_seed(0), **op.shapes[shape])
     return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
+
+
+def leaves(op, args: tuple) -> list[torch.Tensor]:
+    """The arguments that get a gradient, set to want one."""
+    return [args[i].requires_grad_() for i in op.backward.inputs] if op.backward else []
+
+
+def step(function, args: tuple, wanted: list[torch.Tensor]):
+    """Forward, and backward where there is one."""
+    result = function(*args)
+    return (result, *torch.autograd.grad(result, wanted)) if wanted else result
+
+
+def wrong_baseline(op, function, args: tuple) -> str:
+    """How a baseline differs from the reference, or nothing."""
+    task = TASKS[op.name]
+    if op.backward is None:
+        return mismatch(op, function, args, torch.float32, task.may_differ)
+    exact, own = copies(args, torch.float64), copies(args)
+    with backend.use_backend("reference"):
+        want = step(task.call, exact, leaves(op, exact))
+    got = step(function, own, leaves(op, own))
+    same = all(torch.allclose(a.double(), b, rtol=1e-4, atol=1e-6) for a, b in zip(got, want, strict=True))
+    return "" if same else "loss or gradient differs"
 
 
 def bench_op(op, shape: str, device: str, seconds: float) -> tuple[list[dict], list[str]]:
     """Rows for the CSV, and what was found wrong."""
-    dtype = torch.float32
-    args = on_device(op.inputs(dtype, torch.Generator().manual_seed(0), **op.shapes[shape]), device)
-    functions = {b.__name__: b for b in BASELINES[op.name]}
-    baselines = [*functions]
-    functions |= {
-        name: op.implementation(name) for name in backend.NAMESPACES if not backend.why_not(op.name, name, device)
-    }
-    wrong = [
-        f"{op.name} {shape} {name}: {problem}"
-        for name, function in functions.items()
-        if (problem := mismatch(op, function, args, dtype, MAY_DIFFER[op.name] if name in baselines else ()))
-    ]
-    if wrong:
-        return [], wrong
+    task = TASKS[op.name]
+    args = arguments(op, shape, device)
+    kernels = [name for name in backend.NAMESPACES if not backend.why_not(op.name, name, device)]
+    wrong = {name: mismatch(op, op.implementation(name), args, torch.float32) for name in kernels}
+    wrong |= {function.__name__: wrong_baseline(op, function, args) for function in task.baselines}
+    problems = [f"{op.name} {shape} {name}: {problem}" for name, problem in wrong.items() if problem]
+    if problems:
+        return [], problems
 
-    own = {name: copies(args) for name in functions}
-    calls = {name: lambda name=name: functions[name](*own[name]) for name in functions}
-    times = interleaved(calls, lambda name: RENEW[op.name](*own[name]), seconds)
+    calls, own = {}, {}
+    for function in (*kernels, *task.baselines):
+        name = function if isinstance(function, str) else function.__name__
+        own[name] = copies(args)
+        calls[name] = make_call(op, function, own[name])
+    times = interleaved(calls, lambda name: task.renew(*own[name]), seconds)
     least = op.cost(*args)
-    rows = []
-    for name in functions:
-        if name in baselines:
-            continue
-        for baseline in baselines:
-            rows.append(
-                {
-                    "op": op.name,
-                    "shape": shape,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "device": device,
-                    "threads": str(torch.get_num_threads()),
-                    "contender": name,
-                    "baseline": baseline,
-                    **summary(times[name], times[baseline]),
-                    "sizes": " ".join(f"{k}={v}" for k, v in op.shapes[shape].items()),
-                    "least_bytes": str(least.bytes),
-                    "least_flops": str(least.flops),
-                    "torch": torch.__version__,
-                }
-            )
+    rows = [
+        {
+            "op": op.name,
+            "shape": shape,
+            "dtype": "float32",
+            "device": device,
+            "threads": str(torch.get_num_threads()),
+            "contender": kernel,
+            "baseline": baseline.__name__,
+            **summary(times[kernel], times[baseline.__name__]),
+            "sizes": " ".join(f"{k}={v}" for k, v in op.shapes[shape].items()),
+            "least_bytes": str(least.bytes),
+            "least_flops": str(least.flops),
+            "torch": torch.__version__,
+        }
+        for kernel in kernels
+        for baseline in task.baselines
+    ]
     return rows, []
+
+
+def make_call(op, function, args: tuple):
+    """What is timed: the public function with one backend, or a baseline."""
+    wanted = leaves(op, args)
+    if not isinstance(function, str):
+        return lambda: step(function, args, wanted)
+
+    def call():
+        with backend.use_backend(function):
+            step(TASKS[op.name].call, args, wanted)
+
+    return call
 
 
 def main() -> int:
@@ -75,7 +109,7 @@ def main() -> int:
     rows, wrong = [], []
     for name in options.op or OPS:
         for shape in OPS[name].shapes:
-            if shape in TEST_SHAPES or (options.shape and shape not in options.shape):
+            if is_test_shape(shape) or (options.shape and shape not in options.shape):
                 continue
             found, problems = bench_op(OPS[name], shape, options.device, options.seconds)
             for row in found:

@@ -16,7 +16,7 @@ struct GceSide {
   T* loss;          // [batch]
   T* mean;          // [classes], of the softmax over the batch
   int64_t* labels;  // [batch], argmax of the logits, ties: the lowest class
-  T* log_sum;       // [batch], of the exponentials
+  T* log_sum;       // [batch], log of the sum of e^(logit - largest): precise also for large logits
 
   const T* grad_loss;  // [batch]
   const T* grad_mean;  // [classes]
@@ -29,6 +29,13 @@ struct GceArgs {
   int64_t batch, classes;
   T gamma;  // 0 is cross entropy
 };
+
+// log of the softmax at a class
+template <typename T>
+PCSR_INLINE T log_p_of(const GceArgs<T>& a, int side, int64_t row, int64_t at) {
+  const T* logits = a.side[side].logits + row * a.classes;
+  return (logits[at] - logits[a.side[side].labels[row]]) - a.side[side].log_sum[row];
+}
 
 // (1 - p^gamma) / gamma of the target's probability
 template <typename T>

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from bench import baselines, measure, report
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """Runs the tally benchmark on a small shape into a temporary folder."""
-    monkeypatch.setattr(bench, "TEST_SHAPES", ("tiny", "f30k", "cc"))
+    monkeypatch.setattr(bench, "is_test_shape", lambda shape: shape != "odd")
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["bench", "--op", "tally", "--seconds", "0.05", "--device", "cpu"])
     return tmp_path
@@ -30,7 +31,7 @@ def test_rerun_replaces_rows(small):
     assert bench.main() == 0
     again = read(small)
     assert [[row[k] for k in measure.KEY] for row in first] == [[row[k] for k in measure.KEY] for row in again]
-    assert len(first) == len(baselines.BASELINES["tally"])
+    assert len(first) == len(baselines.TASKS["tally"].baselines)
     assert float(first[0]["speedup"]) > 0
 
 
@@ -38,7 +39,7 @@ def test_wrong_results_are_not_timed(small, monkeypatch, capsys):
     def forgets(votes, *rest):
         return votes.argmax(1)
 
-    monkeypatch.setitem(baselines.BASELINES, "tally", [forgets])
+    monkeypatch.setitem(baselines.TASKS, "tally", replace(baselines.TASKS["tally"], baselines=(forgets,)))
     assert bench.main() == 1
     assert "WRONG, not timed: tally odd forgets: result 1 differs" in capsys.readouterr().err
     assert not [*small.glob("*.csv")]

@@ -19,12 +19,10 @@ bool gce_rows(const GceArgs<T>& a, T* sums, T* __restrict row, int64_t begin, in
       T* __restrict mean = sums + s * a.classes;
       for (int64_t k = 0; k < a.classes; ++k) mean[k] += scale * row[k];
       side.labels[i] = label;
-      side.log_sum[i] = logits[label] + std::log(sum);
+      side.log_sum[i] = std::log(sum);
     }
     for (int s = 0; s < 2; ++s) {
-      const GceSide<T>& side = a.side[s];
-      const T target = side.logits[i * a.classes + a.side[1 - s].labels[i]];
-      side.loss[i] = gce_loss(target - side.log_sum[i], a.gamma);
+      a.side[s].loss[i] = gce_loss(log_p_of(a, s, i, a.side[1 - s].labels[i]), a.gamma);
     }
   }
   return true;
@@ -41,10 +39,11 @@ void gce_backward(const GceArgs<T>& a, int64_t begin, int64_t end) {
       const T* __restrict grad_mean = side.grad_mean;
       T* __restrict p = side.grad_logits + i * a.classes;
       const int64_t target = a.side[1 - s].labels[i];
-      exp_row(logits, side.log_sum[i], p, a.classes);
-      const T grad = side.grad_loss[i] * gce_slope(logits[target] - side.log_sum[i], a.gamma);
-      const T common = grad - scale * dot(p, grad_mean, a.classes);
-      for (int64_t k = 0; k < a.classes; ++k) p[k] *= common + scale * grad_mean[k];
+      const T inverse = T{1} / exp_row(logits, logits[side.labels[i]], p, a.classes);
+      const T grad = side.grad_loss[i] * gce_slope(log_p_of(a, s, i, target), a.gamma);
+      // p holds the exponentials, which the sum turns into the softmax
+      const T common = grad - scale * dot(p, grad_mean, a.classes) * inverse;
+      for (int64_t k = 0; k < a.classes; ++k) p[k] *= (common + scale * grad_mean[k]) * inverse;
       p[target] -= grad;
     }
   }

@@ -13,21 +13,19 @@ __global__ void reduce_rows(GceArgs<T> a) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
   if (i >= a.batch) return;
-  T log_sum[2];
-  int32_t label[2];
   for (int s = 0; s < 2; ++s) {
     const T* logits = a.side[s].logits + i * a.classes;
     const RowMax<T> top = row_max(logits, a.classes);
     T sum = 0;
     for (int64_t k = lane; k < a.classes; k += kWarp) sum += exp(logits[k] - top.value);
-    log_sum[s] = top.nan ? static_cast<T>(NAN) : top.value + log(warp_sum(sum));
-    label[s] = top.at;
+    sum = warp_sum(sum);
+    if (lane == 0) {
+      a.side[s].labels[i] = top.at;
+      a.side[s].log_sum[i] = top.nan ? static_cast<T>(NAN) : log(sum);
+    }
   }
-  if (lane < 2) {
-    const GceSide<T>& side = a.side[lane];
-    side.labels[i] = label[lane];
-    side.log_sum[i] = log_sum[lane];
-    side.loss[i] = gce_loss(side.logits[i * a.classes + label[1 - lane]] - log_sum[lane], a.gamma);
+  if (lane == 0) {
+    for (int s = 0; s < 2; ++s) a.side[s].loss[i] = gce_loss(log_p_of(a, s, i, a.side[1 - s].labels[i]), a.gamma);
   }
 }
 
@@ -35,18 +33,18 @@ __global__ void reduce_rows(GceArgs<T> a) {
 template <typename T>
 __global__ void average_columns(GceArgs<T> a, int64_t blocks_a_side) {
   __shared__ T sums[kWarps][kWarp];
-  const GceSide<T>& side = a.side[blockIdx.x / blocks_a_side];
+  const int s = static_cast<int>(blockIdx.x / blocks_a_side);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t k = (blockIdx.x % blocks_a_side) * kWarp + lane;
   T sum = 0;
   if (k < a.classes) {
-    for (int64_t i = warp; i < a.batch; i += kWarps) sum += exp(side.logits[i * a.classes + k] - side.log_sum[i]);
+    for (int64_t i = warp; i < a.batch; i += kWarps) sum += exp(log_p_of(a, s, i, k));
   }
   sums[warp][lane] = sum;
   __syncthreads();
   if (warp == 0 && k < a.classes) {
     for (int w = 1; w < kWarps; ++w) sum += sums[w][lane];
-    side.mean[k] = sum / static_cast<T>(a.batch);
+    a.side[s].mean[k] = sum / static_cast<T>(a.batch);
   }
 }
 
@@ -60,15 +58,14 @@ __global__ void backward_rows(GceArgs<T> a) {
   const GceSide<T>& side = a.side[s];
   if (side.grad_logits == nullptr) return;
   const int64_t i = row - s * a.batch;
-  const T* logits = side.logits + i * a.classes;
-  const T log_sum = side.log_sum[i], scale = T{1} / static_cast<T>(a.batch);
+  const T scale = T{1} / static_cast<T>(a.batch);
   const int64_t target = a.side[1 - s].labels[i];
   T product = 0;
-  for (int64_t k = lane; k < a.classes; k += kWarp) product += exp(logits[k] - log_sum) * side.grad_mean[k];
-  const T grad = side.grad_loss[i] * gce_slope(logits[target] - log_sum, a.gamma);
+  for (int64_t k = lane; k < a.classes; k += kWarp) product += exp(log_p_of(a, s, i, k)) * side.grad_mean[k];
+  const T grad = side.grad_loss[i] * gce_slope(log_p_of(a, s, i, target), a.gamma);
   const T common = grad - scale * warp_sum(product);
   for (int64_t k = lane; k < a.classes; k += kWarp) {
-    const T p = exp(logits[k] - log_sum);
+    const T p = exp(log_p_of(a, s, i, k));
     side.grad_logits[i * a.classes + k] = p * (common + scale * side.grad_mean[k]) - (k == target ? grad : 0);
   }
 }

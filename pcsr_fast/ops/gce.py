@@ -70,7 +70,7 @@ def reference(image_logits: Tensor, text_logits: Tensor, gamma: float) -> tuple[
     labels = logits.argmax(2)
     log_target = log_p.gather(2, labels.flip(0)[..., None])[..., 0]
     loss = -log_target if gamma == 0 else -torch.expm1(gamma * log_target) / gamma
-    return loss, log_p.exp().mean(1), labels, logits.detach().logsumexp(2)
+    return loss, log_p.exp().mean(1), labels, (logits - logits.amax(2, keepdim=True)).detach().logsumexp(2)
 
 
 def _check_inputs(image_logits, text_logits, gamma) -> None:
