@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 
 import torch
 
@@ -56,12 +57,17 @@ def bench_op(op, shape: str, device: str, seconds: float) -> tuple[list[dict], l
     if problems:
         return [], problems
 
-    calls, own = {}, {}
-    for function in (*kernels, *task.baselines):
-        name = function if isinstance(function, str) else function.__name__
-        own[name] = copies(args)
-        calls[name] = make_call(op, function, own[name])
-    times = interleaved(calls, lambda name: task.renew(*own[name]), seconds)
+    functions = dict.fromkeys(kernels, task.call) | {f.__name__: f for f in task.baselines}
+    own = {name: copies(args) for name in functions}
+    wanted = {name: leaves(op, own[name]) for name in functions}
+    calls = {name: partial(step, function, own[name], wanted[name]) for name, function in functions.items()}
+
+    def prepare(name: str) -> None:
+        task.renew(*own[name])
+        backend.set_backend(name if name in kernels else "reference")
+
+    times = interleaved(calls, prepare, seconds)
+    backend.set_backend("auto")
     least = op.cost(*args)
     rows = [
         {
@@ -82,19 +88,6 @@ def bench_op(op, shape: str, device: str, seconds: float) -> tuple[list[dict], l
         for baseline in task.baselines
     ]
     return rows, []
-
-
-def make_call(op, function, args: tuple):
-    """What is timed: the public function with one backend, or a baseline."""
-    wanted = leaves(op, args)
-    if not isinstance(function, str):
-        return lambda: step(function, args, wanted)
-
-    def call():
-        with backend.use_backend(function):
-            step(TASKS[op.name].call, args, wanted)
-
-    return call
 
 
 def main() -> int:

@@ -14,10 +14,11 @@ RESULTS = Path(__file__).with_name("results")
 KEY = ("op", "shape", "dtype", "device", "threads", "contender", "baseline")
 
 
-def interleaved(contenders: dict[str, Callable[[], object]], renew: Callable[[str], None], seconds: float) -> dict:
+def interleaved(contenders: dict[str, Callable[[], object]], prepare: Callable[[str], None], seconds: float) -> dict:
     """Times of each contender, one call after the other in turn, for about this long in all."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for call in contenders.values():
+    for name, call in contenders.items():
+        prepare(name)
         call()
     names = [*contenders]
     start = time.perf_counter()
@@ -25,7 +26,7 @@ def interleaved(contenders: dict[str, Callable[[], object]], renew: Callable[[st
         # no contender always runs behind the same one
         names.append(names.pop(0))
         for name in names:
-            renew(name)
+            prepare(name)
             synchronize()
             before = time.perf_counter()
             contenders[name]()

@@ -14,12 +14,12 @@ struct GceSide {
 
   // written by forward, read by backward
   T* loss;          // [batch]
-  T* mean;          // [classes], of the softmax over the batch
+  T* mean;          // [classes], of the softmax over the batch; null if not wanted
   int64_t* labels;  // [batch], argmax of the logits, ties: the lowest class
   T* log_sum;       // [batch], log of the sum of e^(logit - largest): precise also for large logits
 
-  const T* grad_loss;  // [batch]
-  const T* grad_mean;  // [classes]
+  const T* grad_loss;  // [batch], null is zero
+  const T* grad_mean;  // [classes], null is zero
   T* grad_logits;      // [batch, classes], written by backward; null if not wanted
 };
 
@@ -27,7 +27,9 @@ template <typename T>
 struct GceArgs {
   GceSide<T> side[2];  // image, text
   int64_t batch, classes;
-  T gamma;  // 0 is cross entropy
+  T gamma;              // 0 is cross entropy
+  T* total;             // [1], mean over the batch of both losses together, written by forward
+  const T* grad_total;  // [1], null is zero
 };
 
 // log of the softmax at a class
@@ -43,10 +45,12 @@ PCSR_INLINE T gce_loss(T log_p, T gamma) {
   return gamma == 0 ? -log_p : -std::expm1(gamma * log_p) / gamma;
 }
 
-// minus its derivative by log p
+// gradient by minus the logit of a row's target
 template <typename T>
-PCSR_INLINE T gce_slope(T log_p, T gamma) {
-  return std::exp(gamma * log_p);
+PCSR_INLINE T gce_slope(const GceArgs<T>& a, int side, int64_t row) {
+  T grad = a.side[side].grad_loss ? a.side[side].grad_loss[row] : 0;
+  if (a.grad_total) grad += a.grad_total[0] / static_cast<T>(a.batch);
+  return grad * std::exp(a.gamma * log_p_of(a, side, row, a.side[1 - side].labels[row]));
 }
 
 }  // namespace pcsr

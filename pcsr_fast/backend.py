@@ -47,15 +47,21 @@ def check_choice(choice: str) -> str:
     return choice
 
 
+def set_backend(choice: str) -> None:
+    """From now on every op runs with one backend, in all threads: auto, reference, native or triton."""
+    global _choice
+    _choice = check_choice(choice)
+
+
 @contextlib.contextmanager
 def use_backend(choice: str):
-    """Runs every op inside the block with one backend, in all threads: auto, reference, native or triton."""
-    global _choice
-    before, _choice = _choice, check_choice(choice)
+    """set_backend for the length of a with block."""
+    before = _choice
+    set_backend(choice)
     try:
         yield
     finally:
-        _choice = before
+        set_backend(before)
 
 
 def why_not(op: str, backend: str, device: str) -> str:

@@ -23,15 +23,16 @@ def test_worked_example(implementation):
     # p = (3/4, 1/4), q = (1/5, 4/5): the image says 0, the text 1
     image = torch.tensor([[3.0, 1.0]], dtype=torch.float64).log()
     text = torch.tensor([[1.0, 4.0]], dtype=torch.float64).log()
-    loss, mean, labels, _ = implementation(OP)(image, text, 0.5)
+    total, loss, mean, labels, _ = implementation(OP)(image, text, 0.5, True)
     torch.testing.assert_close(loss, torch.tensor([[(1 - 0.25**0.5) / 0.5], [(1 - 0.2**0.5) / 0.5]], dtype=image.dtype))
     torch.testing.assert_close(mean, torch.tensor([[0.75, 0.25], [0.2, 0.8]], dtype=image.dtype))
+    torch.testing.assert_close(total, loss.sum())
     assert labels.tolist() == [[0], [1]]
 
 
 def test_gamma_one_is_mean_absolute_error(implementation, generator):
     image, text = draw_logits(40, 11, generator=generator)
-    loss = implementation(OP)(image, text, 1.0)[0]
+    loss = implementation(OP)(image, text, 1.0, True)[1]
     p, q = image.softmax(1), text.softmax(1)
     for got, own, other in ((loss[0], p, q), (loss[1], q, p)):
         target = F.one_hot(other.argmax(1), 11)
@@ -46,18 +47,18 @@ def test_gamma_to_zero_is_cross_entropy(implementation, generator):
             F.cross_entropy(text, image.argmax(1), reduction="none"),
         ]
     )
-    torch.testing.assert_close(implementation(OP)(image, text, 0.0)[0], want)
-    torch.testing.assert_close(implementation(OP)(image, text, 1e-9)[0], want, rtol=1e-6, atol=0)
-    distance = [(implementation(OP)(image, text, g)[0] - want).abs().max() for g in (0.5, 0.1, 0.01)]
+    torch.testing.assert_close(implementation(OP)(image, text, 0.0, True)[1], want)
+    torch.testing.assert_close(implementation(OP)(image, text, 1e-9, True)[1], want, rtol=1e-6, atol=0)
+    distance = [(implementation(OP)(image, text, g, True)[1] - want).abs().max() for g in (0.5, 0.1, 0.01)]
     assert distance[0] > distance[1] > distance[2]
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 0.7, 1.0])
 def test_gradcheck(implementation, gamma, generator):
     image, text = (x.requires_grad_() for x in draw_logits(5, 7, generator=generator))
-    assert torch.autograd.gradcheck(lambda a, b: implementation(OP)(a, b, gamma)[:2], (image, text))
+    assert torch.autograd.gradcheck(lambda a, b: implementation(OP)(a, b, gamma, True)[:3], (image, text))
     # one side only
-    assert torch.autograd.gradcheck(lambda a: implementation(OP)(a, text.detach(), gamma)[:2], image)
+    assert torch.autograd.gradcheck(lambda a: implementation(OP)(a, text.detach(), gamma, True)[:3], image)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -68,7 +69,7 @@ def test_extreme_logits(implementation, dtype, gamma):
 
     def run(function, image, text):
         image, text = image.clone().requires_grad_(), text.clone().requires_grad_()
-        loss, mean, labels, _ = function(image, text, gamma)
+        _, loss, mean, labels, _ = function(image, text, gamma, True)
         grads = torch.autograd.grad(loss.sum() + (mean**2).sum(), (image, text))
         return [x.detach().double() for x in (loss, mean, labels, *grads)]
 
@@ -84,10 +85,11 @@ def test_extreme_logits(implementation, dtype, gamma):
     st.integers(1, 70),
     st.sampled_from([0.0, 0.2, 0.7, 1.0]),
     st.sampled_from([0.0, 1.0, 30.0]),
+    st.booleans(),
     st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_shape(batch, classes, gamma, scale, data):
+def test_any_shape(batch, classes, gamma, scale, means, data):
     from conftest import EMULATED, load_emulated
 
     from pcsr_fast.ops.verify import mismatch
@@ -97,11 +99,11 @@ def test_any_shape(batch, classes, gamma, scale, data):
     for dtype in (torch.float32, torch.float64):
         image, text = draw_logits(batch, classes, generator=generator, scale=scale, dtype=dtype)
         for name in ("native", EMULATED):
-            assert not mismatch(OP, OP.implementation(name), (image, text, gamma), dtype)
+            assert not mismatch(OP, OP.implementation(name), (image, text, gamma, means), dtype)
 
 
 def test_ties_go_to_the_lowest_class(implementation):
-    labels = implementation(OP)(torch.zeros(3, 40), torch.ones(3, 40), 0.7)[2]
+    labels = implementation(OP)(torch.zeros(3, 40), torch.ones(3, 40), 0.7, True)[3]
     assert labels.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
@@ -111,7 +113,7 @@ def test_permuting_the_batch_permutes_the_gradient(implementation, generator):
 
     def run(image, text):
         image, text = image.detach().requires_grad_(), text.detach().requires_grad_()
-        loss, mean, *_ = implementation(OP)(image, text, 0.7)
+        _, loss, mean, *_ = implementation(OP)(image, text, 0.7, True)
         weights = torch.linspace(0, 1, 33)
         return loss.detach(), mean.detach(), *torch.autograd.grad(loss.sum() + (weights * mean).sum(), (image, text))
 
@@ -125,8 +127,8 @@ def test_permuting_the_batch_permutes_the_gradient(implementation, generator):
 
 def test_non_contiguous_logits(implementation, generator):
     image, text = draw_logits(30, 12, generator=generator)
-    want = OP.reference(image.T.contiguous(), text.T.contiguous(), 0.7)
-    for a, b in zip(implementation(OP)(image.T, text.T, 0.7), want, strict=True):
+    want = OP.reference(image.T.contiguous(), text.T.contiguous(), 0.7, True)
+    for a, b in zip(implementation(OP)(image.T, text.T, 0.7, True), want, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -136,7 +138,7 @@ def test_threads_do_not_matter(generator):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            found.append(OP.implementation("native")(image, text, 0.7))
+            found.append(OP.implementation("native")(image, text, 0.7, True))
         finally:
             torch.set_num_threads(2)
     for a, b in zip(*found, strict=True):
@@ -194,12 +196,12 @@ def test_nan(implementation):
     function = implementation(OP)
     if "emulated" in str(function):
         # CUDA does not look, but the result tells
-        loss, mean, *_ = function(image, text, 0.7)
+        _, loss, mean, *_ = function(image, text, 0.7, True)
         assert loss[1, 40].isnan()
         assert mean[1].isnan().all()
         return
     with pytest.raises(RuntimeError, match="logits contain NaN"):
-        function(image, text, 0.7)
+        function(image, text, 0.7, True)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_nan(implementation):
 )
 def test_bad_input(implementation, match, image, text, gamma):
     with pytest.raises(RuntimeError, match=match):
-        implementation(OP)(image, text, gamma)
+        implementation(OP)(image, text, gamma, True)
 
 
 def test_gce_wants_a_positive_gamma():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import pcsr_fast as pf
 from pcsr_fast.ops import OPS
 from pcsr_fast.ops.verify import copies, mismatch, results, written_arguments
 
@@ -75,3 +76,35 @@ def test_cost_is_positive(op, shape, dtype):
     cost = op.cost(*samples(op, shape, dtype))
     assert cost.bytes > 0
     assert cost.flops > 0
+
+
+PUBLIC = {
+    "triplet": lambda x: pf.triplet(x, 0.2),
+    "gce": lambda x: pf.gce(x, x.flip(0)),
+    "agreement": lambda x: pf.entropy(pf.agreement(x, x.flip(0), 0.0).image_mean),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_compile_with_their_gradient(name):
+    x = torch.rand(24, 24, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    want = PUBLIC[name](x)
+    (grad,) = torch.autograd.grad(want, x)
+    got = torch.compile(PUBLIC[name], fullgraph=True, dynamic=False)(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, x)[0], grad)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_there_is_no_second_derivative(name):
+    x = torch.rand(5, 5, requires_grad=True)
+    with pytest.raises(RuntimeError, match="there is no second derivative"):
+        torch.autograd.grad(PUBLIC[name](x), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_backward_can_run_twice(name):
+    x = torch.rand(9, 9, requires_grad=True)
+    loss = PUBLIC[name](x)
+    first = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(loss, x)[0])

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -25,6 +26,7 @@ namespace pcsr {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
 
 // torch's own check macro prefixes the message with a file of the build machine
 template <typename... Parts>
@@ -81,6 +83,16 @@ void by_type(const Tensor& t, F f) {
 
 // a dispatcher call only where there is something to copy
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+// the gradient of a result, which is absent where nothing depends on it
+inline MaybeTensor checked_grad(const char* op, const char* name, const MaybeTensor& grad, const Tensor& like,
+                                std::initializer_list<int64_t> shape) {
+  if (!grad) return std::nullopt;
+  check_type(op, name, *grad, like.scalar_type());
+  check_shape(op, name, *grad, shape);
+  check_device(op, name, *grad, like);
+  return dense(*grad);
+}
 
 #if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
 

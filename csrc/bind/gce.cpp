@@ -19,9 +19,9 @@
 namespace pcsr {
 namespace {
 
-// loss [2, batch], mean [2, classes], labels [2, batch] and log_sum [2, batch]; first the image side, then the text
-// side
-using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+// total [], loss [2, batch], mean [2, classes], labels [2, batch] and log_sum [2, batch]; first the image side, then
+// the text side
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor>;
 
 struct Logits {
@@ -52,53 +52,60 @@ T* row_of(const Tensor& t, int s) {
 }
 
 template <typename Run>
-Outputs forward(const Logits& logits, double gamma, Run run) {
+Outputs forward(const Logits& logits, double gamma, bool means, Run run) {
   const Tensor& like = logits.side[0];
+  const Tensor total = torch::stable::new_empty(like, {});
   const Tensor loss = torch::stable::new_empty(like, {2, logits.batch()});
-  const Tensor mean = torch::stable::new_empty(like, {2, logits.classes()});
+  const Tensor mean = torch::stable::new_empty(like, {2, means ? logits.classes() : 0});
   const Tensor labels = torch::stable::new_empty(like, {2, logits.batch()}, ScalarType::Long);
   const Tensor log_sum = torch::stable::new_empty(like, {2, logits.batch()});
   by_type(like, [&]<typename T>(T) {
     GceArgs<T> args = {{}, logits.batch(), logits.classes(), static_cast<T>(gamma)};
+    args.total = static_cast<T*>(total.data_ptr());
     for (int s = 0; s < 2; ++s) {
       GceSide<T>& side = args.side[s];
       side.logits = static_cast<const T*>(logits.side[s].data_ptr());
       side.loss = row_of<T>(loss, s);
-      side.mean = row_of<T>(mean, s);
+      side.mean = means ? row_of<T>(mean, s) : nullptr;
       side.labels = row_of<int64_t>(labels, s);
       side.log_sum = row_of<T>(log_sum, s);
     }
     run(args);
   });
-  return {loss, mean, labels, log_sum};
+  return {total, loss, mean, labels, log_sum};
 }
+
+// means that were not wanted have none
+bool has_rows(const MaybeTensor& mean) { return mean && mean->numel() > 0; }
 
 // a gradient that is not wanted comes back without rows
 template <typename Run>
-Grads backward(const Logits& logits, const Tensor& grad_loss, const Tensor& grad_mean, const Tensor& labels,
-               const Tensor& log_sum, double gamma, const bool wanted[2], Run run) {
+Grads backward(const Logits& logits, const MaybeTensor& grad_total, const MaybeTensor& grad_loss,
+               const MaybeTensor& grad_mean, const Tensor& labels, const Tensor& log_sum, double gamma,
+               const bool wanted[2], Run run) {
   const Tensor& like = logits.side[0];
-  check_type("gce", "grad_loss", grad_loss, like.scalar_type());
-  check_type("gce", "grad_mean", grad_mean, like.scalar_type());
+  const MaybeTensor total = checked_grad("gce", "grad_total", grad_total, like, {});
+  const MaybeTensor loss = checked_grad("gce", "grad_loss", grad_loss, like, {2, logits.batch()});
+  const MaybeTensor mean =
+      checked_grad("gce", "grad_mean", has_rows(grad_mean) ? grad_mean : std::nullopt, like, {2, logits.classes()});
   check_type("gce", "labels", labels, ScalarType::Long);
   check_type("gce", "log_sum", log_sum, like.scalar_type());
-  check_shape("gce", "grad_loss", grad_loss, {2, logits.batch()});
-  check_shape("gce", "grad_mean", grad_mean, {2, logits.classes()});
   check_shape("gce", "labels", labels, {2, logits.batch()});
   check_shape("gce", "log_sum", log_sum, {2, logits.batch()});
-  for (const Tensor* t : {&grad_loss, &grad_mean, &labels, &log_sum}) check_device("gce", "every tensor", *t, like);
-  const Tensor loss = dense(grad_loss), mean = dense(grad_mean), own_labels = dense(labels), sums = dense(log_sum);
+  for (const Tensor* t : {&labels, &log_sum}) check_device("gce", "every tensor", *t, like);
+  const Tensor own_labels = dense(labels), sums = dense(log_sum);
   const Tensor grads[2] = {torch::stable::new_empty(like, {wanted[0] ? logits.batch() : 0, logits.classes()}),
                            torch::stable::new_empty(like, {wanted[1] ? logits.batch() : 0, logits.classes()})};
   by_type(like, [&]<typename T>(T) {
     GceArgs<T> args = {{}, logits.batch(), logits.classes(), static_cast<T>(gamma)};
+    args.grad_total = total ? static_cast<const T*>(total->data_ptr()) : nullptr;
     for (int s = 0; s < 2; ++s) {
       GceSide<T>& side = args.side[s];
       side.logits = static_cast<const T*>(logits.side[s].data_ptr());
       side.labels = row_of<int64_t>(own_labels, s);
       side.log_sum = row_of<T>(sums, s);
-      side.grad_loss = row_of<T>(loss, s);
-      side.grad_mean = row_of<T>(mean, s);
+      side.grad_loss = loss ? row_of<T>(*loss, s) : nullptr;
+      side.grad_mean = mean ? row_of<T>(*mean, s) : nullptr;
       side.grad_logits = wanted[s] ? static_cast<T*>(grads[s].data_ptr()) : nullptr;
     }
     run(args);
@@ -108,15 +115,15 @@ Grads backward(const Logits& logits, const Tensor& grad_loss, const Tensor& grad
 
 #if !defined(PCSR_CUDA_ON_CPU)
 
-// rows for one thread at a time: waking one costs as much as about 16 k exponentials
+// rows for one thread at a time: waking one costs as much as about 64 k exponentials
 template <typename T>
 int64_t rows_a_chunk(const GceArgs<T>& args) {
   const int64_t threads = torch::stable::get_num_threads();
-  return std::max<int64_t>((args.batch + threads - 1) / threads, 1 + 8192 / args.classes);
+  return std::max<int64_t>((args.batch + threads - 1) / threads, 1 + 32768 / args.classes);
 }
 
-Outputs gce_on_cpu(const Tensor& image_logits, const Tensor& text_logits, double gamma) {
-  return forward(checked(image_logits, text_logits, gamma), gamma, [&]<typename T>(const GceArgs<T>& args) {
+Outputs gce_on_cpu(const Tensor& image_logits, const Tensor& text_logits, double gamma, bool means) {
+  return forward(checked(image_logits, text_logits, gamma), gamma, means, [&]<typename T>(const GceArgs<T>& args) {
     const auto rows = PCSR_KERNEL(gce_rows<T>);
     const int64_t share = rows_a_chunk(args), chunks = (args.batch + share - 1) / share, width = 2 * args.classes;
     std::vector<T> sums(chunks * width), scratch(chunks * args.classes);
@@ -128,17 +135,20 @@ Outputs gce_on_cpu(const Tensor& image_logits, const Tensor& text_logits, double
       }
     });
     check(fine, "gce: logits contain NaN");
-    for (int64_t k = 0; k < width; ++k) {
+    for (int64_t k = 0; means && k < width; ++k) {
       T sum = 0;
       for (int64_t c = 0; c < chunks; ++c) sum += sums[c * width + k];
       args.side[k / args.classes].mean[k % args.classes] = sum / static_cast<T>(args.batch);
     }
+    double total = 0;
+    for (int64_t i = 0; i < args.batch; ++i) total += args.side[0].loss[i] + args.side[1].loss[i];
+    *args.total = static_cast<T>(total / static_cast<double>(args.batch));
   });
 }
 
-Grads gce_backward_on_cpu(const Tensor& grad_loss, const Tensor& grad_mean, const Tensor& image_logits,
-                          const Tensor& text_logits, const Tensor& labels, const Tensor& log_sum, double gamma,
-                          bool want_image, bool want_text) {
+Grads gce_backward_on_cpu(const MaybeTensor& grad_total, const MaybeTensor& grad_loss, const MaybeTensor& grad_mean,
+                          const Tensor& image_logits, const Tensor& text_logits, const Tensor& labels,
+                          const Tensor& log_sum, double gamma, bool want_image, bool want_text) {
   const bool wanted[2] = {want_image, want_text};
   const auto run = [&]<typename T>(const GceArgs<T>& args) {
     for (const GceSide<T>& side : args.side) {
@@ -151,28 +161,28 @@ Grads gce_backward_on_cpu(const Tensor& grad_loss, const Tensor& grad_mean, cons
                                 [&](int64_t begin, int64_t end) { rows(args, begin, end); });
   };
   const Logits logits = checked(image_logits, text_logits, gamma);
-  return backward(logits, grad_loss, grad_mean, labels, log_sum, gamma, wanted, run);
+  return backward(logits, grad_total, grad_loss, grad_mean, labels, log_sum, gamma, wanted, run);
 }
 
 #endif
 
 #if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
 
-Outputs gce_on_cuda(const Tensor& image_logits, const Tensor& text_logits, double gamma) {
+Outputs gce_on_cuda(const Tensor& image_logits, const Tensor& text_logits, double gamma, bool means) {
   const Logits logits = checked(image_logits, text_logits, gamma);
   const DeviceOf device(image_logits);
-  return forward(logits, gamma, [&]<typename T>(const GceArgs<T>& args) {
+  return forward(logits, gamma, means, [&]<typename T>(const GceArgs<T>& args) {
     check_cuda("gce", gce_cuda<T>(args, stream_of(image_logits)));
   });
 }
 
-Grads gce_backward_on_cuda(const Tensor& grad_loss, const Tensor& grad_mean, const Tensor& image_logits,
-                           const Tensor& text_logits, const Tensor& labels, const Tensor& log_sum, double gamma,
-                           bool want_image, bool want_text) {
+Grads gce_backward_on_cuda(const MaybeTensor& grad_total, const MaybeTensor& grad_loss, const MaybeTensor& grad_mean,
+                           const Tensor& image_logits, const Tensor& text_logits, const Tensor& labels,
+                           const Tensor& log_sum, double gamma, bool want_image, bool want_text) {
   const bool wanted[2] = {want_image, want_text};
   const Logits logits = checked(image_logits, text_logits, gamma);
   const DeviceOf device(image_logits);
-  return backward(logits, grad_loss, grad_mean, labels, log_sum, gamma, wanted,
+  return backward(logits, grad_total, grad_loss, grad_mean, labels, log_sum, gamma, wanted,
                   [&]<typename T>(const GceArgs<T>& args) {
                     check_cuda("gce", gce_backward_cuda<T>(args, stream_of(image_logits)));
                   });

@@ -1,7 +1,6 @@
 // torch.ops.pcsr.triplet and triplet_backward: check the tensors and run the kernels of their device.
 #include "../triplet.h"
 
-#include <optional>
 #include <tuple>
 
 #include "bind.h"
@@ -23,17 +22,15 @@
 namespace pcsr {
 namespace {
 
-using Ids = std::optional<Tensor>;
-using Outputs = std::tuple<Tensor, Tensor, Tensor>;
+// total [], loss [batch], in_row [batch] and in_col [batch]
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-const int64_t* ids_of(const std::optional<Tensor>& ids) {
-  return ids ? static_cast<const int64_t*>(ids->data_ptr()) : nullptr;
-}
+const int64_t* ids_of(const MaybeTensor& ids) { return ids ? static_cast<const int64_t*>(ids->data_ptr()) : nullptr; }
 
 // dense copies where needed; alive as long as the pointers are in use
 struct Inputs {
   Tensor scores, margin;
-  Ids image_ids, caption_ids;
+  MaybeTensor image_ids, caption_ids;
   bool hardest;
 
   int64_t batch() const { return scores.size(0); }
@@ -52,7 +49,8 @@ struct Inputs {
   }
 };
 
-Inputs checked(const Tensor& scores, const Tensor& margin, const Ids& image_ids, const Ids& caption_ids, bool hardest) {
+Inputs checked(const Tensor& scores, const Tensor& margin, const MaybeTensor& image_ids, const MaybeTensor& caption_ids,
+               bool hardest) {
   check(scores.dim() == 2 && scores.size(0) == scores.size(1), "triplet: scores must be square, got ",
         shape_of(scores));
   const ScalarType type = scores.scalar_type();
@@ -78,33 +76,37 @@ Inputs checked(const Tensor& scores, const Tensor& margin, const Ids& image_ids,
 
 template <typename Run>
 Outputs forward(const Inputs& in, Run run) {
+  const Tensor total = torch::stable::new_empty(in.scores, {});
   const Tensor loss = torch::stable::new_empty(in.scores, {in.batch()});
   const Tensor in_row = torch::stable::new_empty(in.scores, {in.batch()}, ScalarType::Int);
   const Tensor in_col = torch::stable::new_empty(in.scores, {in.batch()}, ScalarType::Int);
   by_type(in.scores, [&]<typename T>(T) {
     TripletArgs<T> args = in.args<T>();
+    args.total = static_cast<T*>(total.data_ptr());
     args.loss = static_cast<T*>(loss.data_ptr());
     args.in_row = static_cast<int32_t*>(in_row.data_ptr());
     args.in_col = static_cast<int32_t*>(in_col.data_ptr());
     run(args);
   });
-  return {loss, in_row, in_col};
+  return {total, loss, in_row, in_col};
 }
 
 template <typename Run>
-Tensor backward(const Tensor& grad_loss, const Inputs& in, const Tensor& in_row, const Tensor& in_col, Run run) {
-  check_type("triplet", "grad_loss", grad_loss, in.scores.scalar_type());
-  check_type("triplet", "in_row", in_row, ScalarType::Int);
-  check_type("triplet", "in_col", in_col, ScalarType::Int);
-  for (const Tensor* t : {&grad_loss, &in_row, &in_col}) {
-    check_shape("triplet", "what forward gave", *t, {in.batch()});
-    check_device("triplet", "what forward gave", *t, in.scores);
+Tensor backward(const MaybeTensor& grad_total, const MaybeTensor& grad_loss, const Inputs& in, const Tensor& in_row,
+                const Tensor& in_col, Run run) {
+  const MaybeTensor total = checked_grad("triplet", "grad_total", grad_total, in.scores, {});
+  const MaybeTensor loss = checked_grad("triplet", "grad_loss", grad_loss, in.scores, {in.batch()});
+  for (const Tensor* t : {&in_row, &in_col}) {
+    check_type("triplet", "in_row and in_col", *t, ScalarType::Int);
+    check_shape("triplet", "in_row and in_col", *t, {in.batch()});
+    check_device("triplet", "in_row and in_col", *t, in.scores);
   }
-  const Tensor grad = dense(grad_loss), row = dense(in_row), col = dense(in_col);
+  const Tensor row = dense(in_row), col = dense(in_col);
   const Tensor grad_scores = torch::stable::new_empty(in.scores, {in.batch(), in.batch()});
   by_type(in.scores, [&]<typename T>(T) {
     TripletArgs<T> args = in.args<T>();
-    args.grad_loss = static_cast<const T*>(grad.data_ptr());
+    args.grad_total = total ? static_cast<const T*>(total->data_ptr()) : nullptr;
+    args.grad_loss = loss ? static_cast<const T*>(loss->data_ptr()) : nullptr;
     args.in_row = static_cast<int32_t*>(row.data_ptr());
     args.in_col = static_cast<int32_t*>(col.data_ptr());
     args.grad_scores = static_cast<T*>(grad_scores.data_ptr());
@@ -146,18 +148,20 @@ class Chunks {
     const int64_t worth = a.batch * a.batch / 65536 + 1;
     count_ = std::min<int64_t>(worth, torch::stable::get_num_threads());
     rows_ = (a.batch + count_ - 1) / count_;
-    values_ = std::make_unique<T[]>((2 + 2 * count_) * a.batch);
+    values_ = std::make_unique<T[]>((3 + 2 * count_) * a.batch);
     indices_ = std::make_unique<int32_t[]>(count_ * a.batch);
     work.images = images_.find(a.image_ids, a.batch);
     work.captions = captions_.find(a.caption_ids, a.batch);
     work.positive = values_.get();
     work.margin = work.positive + a.batch;
-    work.row = work.margin + a.batch;
+    work.grad = work.margin + a.batch;
+    work.row = work.grad + a.batch;
     work.col_value = work.row + count_ * a.batch;
     work.col_in = indices_.get();
     for (int64_t i = 0; i < a.batch; ++i) {
       work.positive[i] = a.scores[i * (a.batch + 1)];
       work.margin[i] = a.margin[i * a.margin_stride];
+      work.grad[i] = pair_grad(a, i);
     }
   }
 
@@ -180,8 +184,8 @@ class Chunks {
   GroupStore images_, captions_;
 };
 
-Outputs triplet_on_cpu(const Tensor& scores, const Tensor& margin, const Ids& image_ids, const Ids& caption_ids,
-                       bool hardest) {
+Outputs triplet_on_cpu(const Tensor& scores, const Tensor& margin, const MaybeTensor& image_ids,
+                       const MaybeTensor& caption_ids, bool hardest) {
   const Inputs in = checked(scores, margin, image_ids, caption_ids, hardest);
   return forward(in, [&]<typename T>(const TripletArgs<T>& args) {
     const Chunks<T> chunks(args);
@@ -196,14 +200,15 @@ Outputs triplet_on_cpu(const Tensor& scores, const Tensor& margin, const Ids& im
     });
     check(fine, "triplet: scores contain NaN");
     columns(args, chunks.work, chunks.count());
+    *args.total = static_cast<T>(std::accumulate(args.loss, args.loss + args.batch, 0.0));
   });
 }
 
-Tensor triplet_backward_on_cpu(const Tensor& grad_loss, const Tensor& scores, const Tensor& margin,
-                               const Ids& image_ids, const Ids& caption_ids, const Tensor& in_row, const Tensor& in_col,
-                               bool hardest) {
+Tensor triplet_backward_on_cpu(const MaybeTensor& grad_total, const MaybeTensor& grad_loss, const Tensor& scores,
+                               const Tensor& margin, const MaybeTensor& image_ids, const MaybeTensor& caption_ids,
+                               const Tensor& in_row, const Tensor& in_col, bool hardest) {
   const Inputs in = checked(scores, margin, image_ids, caption_ids, hardest);
-  return backward(grad_loss, in, in_row, in_col, [&]<typename T>(const TripletArgs<T>& args) {
+  return backward(grad_total, grad_loss, in, in_row, in_col, [&]<typename T>(const TripletArgs<T>& args) {
     if (hardest) {
       for (int64_t i = 0; i < args.batch; ++i) {
         check(args.in_row[i] < args.batch && args.in_col[i] < args.batch, "triplet: in_row or in_col is out of range");
@@ -223,8 +228,8 @@ Tensor triplet_backward_on_cpu(const Tensor& grad_loss, const Tensor& scores, co
 
 #if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
 
-Outputs triplet_on_cuda(const Tensor& scores, const Tensor& margin, const Ids& image_ids, const Ids& caption_ids,
-                        bool hardest) {
+Outputs triplet_on_cuda(const Tensor& scores, const Tensor& margin, const MaybeTensor& image_ids,
+                        const MaybeTensor& caption_ids, bool hardest) {
   const Inputs in = checked(scores, margin, image_ids, caption_ids, hardest);
   const DeviceOf device(scores);
   return forward(in, [&]<typename T>(const TripletArgs<T>& args) {
@@ -232,12 +237,12 @@ Outputs triplet_on_cuda(const Tensor& scores, const Tensor& margin, const Ids& i
   });
 }
 
-Tensor triplet_backward_on_cuda(const Tensor& grad_loss, const Tensor& scores, const Tensor& margin,
-                                const Ids& image_ids, const Ids& caption_ids, const Tensor& in_row,
-                                const Tensor& in_col, bool hardest) {
+Tensor triplet_backward_on_cuda(const MaybeTensor& grad_total, const MaybeTensor& grad_loss, const Tensor& scores,
+                                const Tensor& margin, const MaybeTensor& image_ids, const MaybeTensor& caption_ids,
+                                const Tensor& in_row, const Tensor& in_col, bool hardest) {
   const Inputs in = checked(scores, margin, image_ids, caption_ids, hardest);
   const DeviceOf device(scores);
-  return backward(grad_loss, in, in_row, in_col, [&]<typename T>(const TripletArgs<T>& args) {
+  return backward(grad_total, grad_loss, in, in_row, in_col, [&]<typename T>(const TripletArgs<T>& args) {
     check_cuda("triplet", triplet_backward_cuda<T>(args, stream_of(scores)));
   });
 }

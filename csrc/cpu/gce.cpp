@@ -15,9 +15,11 @@ bool gce_rows(const GceArgs<T>& a, T* sums, T* __restrict row, int64_t begin, in
       const int64_t label = row_argmax(logits, a.classes);
       if (label < 0) return false;
       const T sum = exp_row(logits, logits[label], row, a.classes);
-      const T scale = T{1} / sum;
-      T* __restrict mean = sums + s * a.classes;
-      for (int64_t k = 0; k < a.classes; ++k) mean[k] += scale * row[k];
+      if (side.mean != nullptr) {
+        const T scale = T{1} / sum;
+        T* __restrict mean = sums + s * a.classes;
+        for (int64_t k = 0; k < a.classes; ++k) mean[k] += scale * row[k];
+      }
       side.labels[i] = label;
       side.log_sum[i] = std::log(sum);
     }
@@ -40,10 +42,14 @@ void gce_backward(const GceArgs<T>& a, int64_t begin, int64_t end) {
       T* __restrict p = side.grad_logits + i * a.classes;
       const int64_t target = a.side[1 - s].labels[i];
       const T inverse = T{1} / exp_row(logits, logits[side.labels[i]], p, a.classes);
-      const T grad = side.grad_loss[i] * gce_slope(log_p_of(a, s, i, target), a.gamma);
-      // p holds the exponentials, which the sum turns into the softmax
-      const T common = grad - scale * dot(p, grad_mean, a.classes) * inverse;
-      for (int64_t k = 0; k < a.classes; ++k) p[k] *= (common + scale * grad_mean[k]) * inverse;
+      const T grad = gce_slope(a, s, i);
+      // p holds the exponentials, which inverse turns into the softmax
+      if (grad_mean == nullptr) {
+        for (int64_t k = 0; k < a.classes; ++k) p[k] *= grad * inverse;
+      } else {
+        const T common = grad - scale * dot(p, grad_mean, a.classes) * inverse;
+        for (int64_t k = 0; k < a.classes; ++k) p[k] *= (common + scale * grad_mean[k]) * inverse;
+      }
       p[target] -= grad;
     }
   }

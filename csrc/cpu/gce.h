@@ -5,8 +5,8 @@
 
 namespace pcsr {
 
-// rows [begin, end): loss, labels and log_sum, and the sum of their softmax [2, classes]; row is scratch [classes];
-// false if a logit is NaN
+// rows [begin, end): loss, labels and log_sum, and if means are wanted the sum of their softmax [2, classes]; row is
+// scratch [classes]; false if a logit is NaN
 PCSR_DECLARE_KERNEL(template <typename T> bool, gce_rows, const GceArgs<T>& args, T* sums, T* row, int64_t begin,
                     int64_t end)
 // gradients of rows [begin, end)

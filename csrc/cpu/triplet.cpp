@@ -157,16 +157,16 @@ void triplet_backward(const TripletArgs<T>& a, const TripletWork<T>& w, int64_t 
   T* __restrict row = w.row + chunk * a.batch;
   const T* __restrict positive = w.positive;
   const T* __restrict margin = w.margin;
-  const T* __restrict grad_loss = a.grad_loss;
+  const T* __restrict pair_grads = w.grad;
   const T scale = T{1} / static_cast<T>(a.batch);
   for (int64_t i = begin; i < end; ++i) {
     load_row(a, w, i, row);
-    const T own_positive = positive[i], own_margin = margin[i], own_grad = grad_loss[i];
+    const T own_positive = positive[i], own_margin = margin[i], own_grad = pair_grads[i];
     T* __restrict grad = a.grad_scores + i * a.batch;
     for (int64_t j = 0; j < a.batch; ++j) {
       const T in_row = (row[j] - own_positive) + own_margin;
       const T in_col = (row[j] - positive[j]) + margin[j];
-      grad[j] = scale * ((in_row > 0 ? own_grad : 0) + (in_col > 0 ? grad_loss[j] : 0));
+      grad[j] = scale * ((in_row > 0 ? own_grad : 0) + (in_col > 0 ? pair_grads[j] : 0));
     }
     grad[i] = -scale * own_grad * static_cast<T>(a.in_row[i] + a.in_col[i]);
   }

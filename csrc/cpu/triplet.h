@@ -17,6 +17,7 @@ struct TripletWork {
   Groups images, captions;
   T* positive;  // [batch], the diagonal of scores
   T* margin;    // [batch]
+  T* grad;      // [batch], backward only
   // one for each chunk of rows
   T* row;           // [chunks, batch], the row at hand with -inf in place of what is not a negative
   T* col_value;     // [chunks, batch], hardest: the largest score so far; mean: the sum of hinges

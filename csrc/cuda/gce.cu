@@ -5,8 +5,6 @@
 namespace pcsr {
 namespace {
 
-constexpr int kWarps = kThreads / kWarp;
-
 // one warp per row of both sides
 template <typename T>
 __global__ void reduce_rows(GceArgs<T> a) {
@@ -48,6 +46,15 @@ __global__ void average_columns(GceArgs<T> a, int64_t blocks_a_side) {
   }
 }
 
+// one block
+template <typename T>
+__global__ void average_losses(GceArgs<T> a) {
+  __shared__ T sums[kWarps];
+  T sum = 0;
+  for (int64_t i = threadIdx.x; i < a.batch; i += kThreads) sum += a.side[0].loss[i] + a.side[1].loss[i];
+  block_sum(sum, sums, a.total, T{1} / static_cast<T>(a.batch));
+}
+
 // one warp per row of a side
 template <typename T>
 __global__ void backward_rows(GceArgs<T> a) {
@@ -61,12 +68,14 @@ __global__ void backward_rows(GceArgs<T> a) {
   const T scale = T{1} / static_cast<T>(a.batch);
   const int64_t target = a.side[1 - s].labels[i];
   T product = 0;
-  for (int64_t k = lane; k < a.classes; k += kWarp) product += exp(log_p_of(a, s, i, k)) * side.grad_mean[k];
-  const T grad = side.grad_loss[i] * gce_slope(log_p_of(a, s, i, target), a.gamma);
+  for (int64_t k = lane; k < a.classes; k += kWarp)
+    product += exp(log_p_of(a, s, i, k)) * (side.grad_mean ? side.grad_mean[k] : 0);
+  const T grad = gce_slope(a, s, i);
   const T common = grad - scale * warp_sum(product);
   for (int64_t k = lane; k < a.classes; k += kWarp) {
     const T p = exp(log_p_of(a, s, i, k));
-    side.grad_logits[i * a.classes + k] = p * (common + scale * side.grad_mean[k]) - (k == target ? grad : 0);
+    const T by_mean = side.grad_mean ? scale * side.grad_mean[k] : 0;
+    side.grad_logits[i * a.classes + k] = p * (common + by_mean) - (k == target ? grad : 0);
   }
 }
 
@@ -77,7 +86,8 @@ cudaError_t gce_cuda(const GceArgs<T>& a, cudaStream_t stream) {
   Launch launch{stream, cudaSuccess};
   const int64_t blocks_a_side = (a.classes + kWarp - 1) / kWarp;
   launch(reduce_rows<T>, a.batch * kWarp, a);
-  launch(average_columns<T>, 2 * blocks_a_side * kThreads, a, blocks_a_side);
+  if (a.side[0].mean != nullptr) launch(average_columns<T>, 2 * blocks_a_side * kThreads, a, blocks_a_side);
+  launch(average_losses<T>, kThreads, a);
   return launch.error;
 }
 

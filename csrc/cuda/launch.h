@@ -8,6 +8,7 @@ namespace pcsr {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
 
 struct Launch {
   cudaStream_t stream;

@@ -14,6 +14,18 @@ __device__ T warp_sum(T x) {
   return x;
 }
 
+// *total = scale * the sum of x over the block, in a fixed order; sums is shared memory
+template <typename T>
+__device__ void block_sum(T x, T (&sums)[kWarps], T* total, T scale) {
+  x = warp_sum(x);
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < kWarps; ++w) x += sums[w];
+    *total = scale * x;
+  }
+}
+
 template <typename T>
 struct RowMax {
   T value;

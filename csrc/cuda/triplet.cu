@@ -1,11 +1,9 @@
 // CUDA kernels of triplet: rows and columns are reduced by different blocks of one launch, without atomics on indices.
-#include "launch.h"
+#include "reduce.h"
 #include "triplet.h"
 
 namespace pcsr {
 namespace {
-
-constexpr int kWarps = kThreads / kWarp;
 
 template <typename T>
 __device__ bool is_negative(const TripletArgs<T>& a, int64_t i, int64_t j) {
@@ -104,6 +102,15 @@ __global__ void reduce_negatives(TripletArgs<T> a, int64_t row_blocks) {
   }
 }
 
+// one block
+template <typename T>
+__global__ void sum_losses(TripletArgs<T> a) {
+  __shared__ T sums[kWarps];
+  T sum = 0;
+  for (int64_t i = threadIdx.x; i < a.batch; i += kThreads) sum += a.loss[i];
+  block_sum(sum, sums, a.total, T{1});
+}
+
 // one thread per pair, on zeros
 template <typename T>
 __global__ void backward_hardest(TripletArgs<T> a) {
@@ -120,10 +127,10 @@ __global__ void backward_mean(TripletArgs<T> a) {
   const T scale = T{1} / static_cast<T>(a.batch);
   T grad = 0;
   if (i == j) {
-    grad = -a.grad_loss[i] * static_cast<T>(a.in_row[i] + a.in_col[i]);
+    grad = -pair_grad(a, i) * static_cast<T>(a.in_row[i] + a.in_col[i]);
   } else if (is_negative(a, i, j)) {
     const T score = a.scores[cell];
-    grad = (hinge_of(a, i, score) > 0 ? a.grad_loss[i] : 0) + (hinge_of(a, j, score) > 0 ? a.grad_loss[j] : 0);
+    grad = (hinge_of(a, i, score) > 0 ? pair_grad(a, i) : 0) + (hinge_of(a, j, score) > 0 ? pair_grad(a, j) : 0);
   }
   a.grad_scores[cell] = scale * grad;
 }
@@ -133,10 +140,10 @@ __global__ void backward_mean(TripletArgs<T> a) {
 template <typename T>
 cudaError_t triplet_cuda(const TripletArgs<T>& a, cudaStream_t stream) {
   Launch launch{stream, cudaMemsetAsync(a.loss, 0, a.batch * sizeof(T), stream)};
-  if (a.batch == 0) return launch.error;
   const int64_t row_blocks = (a.batch + kWarps - 1) / kWarps, column_blocks = (a.batch + kWarp - 1) / kWarp;
   const auto kernel = a.hardest ? reduce_negatives<T, true> : reduce_negatives<T, false>;
-  launch(kernel, (row_blocks + column_blocks) * kThreads, a, row_blocks);
+  if (a.batch > 0) launch(kernel, (row_blocks + column_blocks) * kThreads, a, row_blocks);
+  launch(sum_losses<T>, kThreads, a);
   return launch.error;
 }
 

@@ -26,7 +26,7 @@ def agreement(image_logits: Tensor, text_logits: Tensor, gamma: float) -> Agreem
     Targets are constants. NaN among the logits raises on the CPU; on CUDA, where looking would stall the device, it
     makes the result NaN.
     """
-    loss, mean, labels, _ = OP(in_float32(image_logits), in_float32(text_logits), gamma)
+    _, loss, mean, labels, _ = OP(in_float32(image_logits), in_float32(text_logits), gamma, True)
     return Agreement(*loss.unbind(), *mean.unbind(), *labels.unbind())
 
 
@@ -37,9 +37,9 @@ def gce(image_logits: Tensor, text_logits: Tensor, gamma: float = 0.7) -> Tensor
     >>> gce(certain, certain), gce(certain, certain.flip(0), gamma=1.0)
     (tensor(0.), tensor(2.))
     """
-    check(0 < gamma <= 1, f"gce: gamma must be in (0, 1], got {gamma}")
-    both = agreement(image_logits, text_logits, gamma)
-    return (both.image_loss + both.text_loss).mean()
+    if not 0 < gamma <= 1:
+        raise RuntimeError(f"gce: gamma must be in (0, 1], got {gamma}")
+    return OP(in_float32(image_logits), in_float32(text_logits), gamma, False)[0]
 
 
 def entropy(mean: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def label_similarity(logits: Tensor, others: Tensor) -> Tensor:
     return torch.cosine_similarity(in_float32(logits).softmax(1), in_float32(others).softmax(1))
 
 
-def reference(image_logits: Tensor, text_logits: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def reference(image_logits: Tensor, text_logits: Tensor, gamma: float, means: bool) -> tuple[Tensor, ...]:
     _check_inputs(image_logits, text_logits, gamma)
     check(not (image_logits.isnan().any() or text_logits.isnan().any()), "gce: logits contain NaN")
     logits = torch.stack([image_logits, text_logits])
@@ -70,7 +70,9 @@ def reference(image_logits: Tensor, text_logits: Tensor, gamma: float) -> tuple[
     labels = logits.argmax(2)
     log_target = log_p.gather(2, labels.flip(0)[..., None])[..., 0]
     loss = -log_target if gamma == 0 else -torch.expm1(gamma * log_target) / gamma
-    return loss, log_p.exp().mean(1), labels, (logits - logits.amax(2, keepdim=True)).detach().logsumexp(2)
+    mean = log_p.exp().mean(1) if means else logits[:, :0, 0]
+    log_sum = (logits - logits.amax(2, keepdim=True)).detach().logsumexp(2)
+    return loss.sum(0).mean(), loss, mean, labels, log_sum
 
 
 def _check_inputs(image_logits, text_logits, gamma) -> None:
@@ -85,36 +87,47 @@ def _check_inputs(image_logits, text_logits, gamma) -> None:
     check(0 <= gamma <= 1, f"gce: gamma must be in [0, 1], got {gamma}")
 
 
-def fake(image_logits: Tensor, text_logits: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fake(image_logits: Tensor, text_logits: Tensor, gamma: float, means: bool) -> tuple[Tensor, ...]:
     _check_inputs(image_logits, text_logits, gamma)
     batch, classes = image_logits.shape
     loss = image_logits.new_empty(2, batch)
-    return loss, image_logits.new_empty(2, classes), torch.empty_like(loss, dtype=torch.int64), torch.empty_like(loss)
+    labels = torch.empty_like(loss, dtype=torch.int64)
+    return (
+        image_logits.new_empty(()),
+        loss,
+        image_logits.new_empty(2, classes if means else 0),
+        labels,
+        torch.empty_like(loss),
+    )
 
 
-def fake_backward(grad_loss, grad_mean, image_logits, text_logits, labels, log_sum, gamma, want_image, want_text):
+def fake_backward(
+    grad_total, grad_loss, grad_mean, image_logits, text_logits, labels, log_sum, gamma, want_image, want_text
+):
     batch, classes = image_logits.shape
     wanted = (want_image, want_text)
     return tuple(image_logits.new_empty(batch if want else 0, classes) for want in wanted)
 
 
 def save(inputs, outputs):
-    image_logits, text_logits, gamma = inputs
-    _, _, labels, log_sum = outputs
+    image_logits, text_logits, gamma, _ = inputs
+    *_, labels, log_sum = outputs
     return (image_logits, text_logits, labels, log_sum), gamma
 
 
 def run_backward(kernel, tensors, gamma, grads, needed):
-    image, text = kernel(grads[0], grads[1], *tensors, gamma, *needed[:2])
-    return image if needed[0] else None, text if needed[1] else None, None
+    image, text = kernel(*grads[:3], *tensors, gamma, *needed[:2])
+    return image if needed[0] else None, text if needed[1] else None, None, None
 
 
-def inputs(dtype: torch.dtype, generator: torch.Generator, batch: int, classes: int, gamma: float) -> tuple:
+def inputs(
+    dtype: torch.dtype, generator: torch.Generator, batch: int, classes: int, gamma: float, means: bool
+) -> tuple:
     image_logits, text_logits = 3 * torch.randn(2, batch, classes, dtype=dtype, generator=generator)
-    return image_logits, text_logits, gamma
+    return image_logits, text_logits, gamma, means
 
 
-def cost(image_logits, text_logits, gamma) -> Cost:
+def cost(image_logits, text_logits, gamma, means) -> Cost:
     # logits in, gradients out; an exponential counts as one
     return Cost(2 * (image_logits.nbytes + text_logits.nbytes), 10 * 2 * image_logits.numel())
 
@@ -122,25 +135,28 @@ def cost(image_logits, text_logits, gamma) -> Cost:
 OP = register(
     Op(
         name="gce",
-        schema="(Tensor image_logits, Tensor text_logits, float gamma) -> (Tensor, Tensor, Tensor, Tensor)",
+        schema="(Tensor image_logits, Tensor text_logits, float gamma, bool means) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         reference=reference,
         fake=fake,
         backward=Backward(
-            schema="(Tensor grad_loss, Tensor grad_mean, Tensor image_logits, Tensor text_logits, Tensor labels, "
-            "Tensor log_sum, float gamma, bool want_image, bool want_text) -> (Tensor, Tensor)",
+            schema="(Tensor? grad_total, Tensor? grad_loss, Tensor? grad_mean, Tensor image_logits, "
+            "Tensor text_logits, Tensor labels, Tensor log_sum, float gamma, bool want_image, bool want_text) "
+            "-> (Tensor, Tensor)",
             fake=fake_backward,
             save=save,
             run=run_backward,
             inputs=(0, 1),
-            outputs=(0, 1),
+            outputs=3,
         ),
         shapes={
-            "tiny": {"batch": 2, "classes": 3, "gamma": 0.7},
-            "odd": {"batch": 53, "classes": 45, "gamma": 0.7},
-            "odd_ce": {"batch": 53, "classes": 45, "gamma": 0.0},
-            "b128": {"batch": 128, "classes": 256, "gamma": 0.7},
-            "b512": {"batch": 512, "classes": 256, "gamma": 0.7},
-            "b2048": {"batch": 2048, "classes": 256, "gamma": 0.7},
+            "tiny": {"batch": 2, "classes": 3, "gamma": 0.7, "means": True},
+            "odd": {"batch": 53, "classes": 45, "gamma": 0.7, "means": True},
+            "odd_ce": {"batch": 53, "classes": 45, "gamma": 0.0, "means": True},
+            "odd_alone": {"batch": 53, "classes": 45, "gamma": 0.7, "means": False},
+            "b128": {"batch": 128, "classes": 256, "gamma": 0.7, "means": False},
+            "b512": {"batch": 512, "classes": 256, "gamma": 0.7, "means": False},
+            "b2048": {"batch": 2048, "classes": 256, "gamma": 0.7, "means": False},
         },
         inputs=inputs,
         cost=cost,

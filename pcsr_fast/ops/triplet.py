@@ -29,8 +29,8 @@ def triplet(
     >>> triplet(scores, torch.tensor([0.2, 0.1]))  # row 1: 0.1 + 0.8 - 0.7; column 0: 0.2 + 0.8 - 0.9
     tensor(0.3000)
     """
-    pair_loss = _run(scores, margin, mode, image_ids, caption_ids)[0]
-    return pair_loss if mode == "per_pair" else pair_loss.sum()
+    total, pair_loss, _, _ = _run(scores, margin, mode, image_ids, caption_ids)
+    return pair_loss if mode == "per_pair" else total
 
 
 def triplet_pairs(
@@ -43,7 +43,7 @@ def triplet_pairs(
 
     At most 3 B scores have a gradient: these are their cells, each once, (row, column), and none is zero.
     """
-    pair_loss, in_row, in_col = _run(scores.detach(), margin, "hardest", image_ids, caption_ids)
+    total, _, in_row, in_col = _run(scores.detach(), margin, "hardest", image_ids, caption_ids)
     own = torch.arange(len(in_row), device=scores.device)
     column, row = in_row.long(), in_col.long()
     has_column, has_row = column >= 0, row >= 0
@@ -53,7 +53,7 @@ def triplet_pairs(
     cells = torch.cat([torch.stack([own, own], 1), torch.stack([own, column], 1), torch.stack([row, own], 1)])
     values = torch.cat([-(has_column.int() + has_row.int()), has_column.int() + both.int(), (has_row & ~listed_by_row)])
     kept = values != 0
-    return pair_loss.sum(), cells[kept], values[kept].to(pair_loss.dtype)
+    return total, cells[kept], values[kept].to(total.dtype)
 
 
 @torch.no_grad()
@@ -66,8 +66,9 @@ def adaptive_margin(y: Tensor, alpha: float = 0.2, base: float = 10.0) -> Tensor
     return alpha * (base**y - 1) / (base - 1)
 
 
-def _run(scores, margin, mode, image_ids, caption_ids) -> tuple[Tensor, Tensor, Tensor]:
-    check(mode in ("hardest", "mean", "per_pair"), f"triplet: mode must be hardest, mean or per_pair, got {mode!r}")
+def _run(scores, margin, mode, image_ids, caption_ids) -> tuple[Tensor, ...]:
+    if mode not in ("hardest", "mean", "per_pair"):
+        raise RuntimeError(f"triplet: mode must be hardest, mean or per_pair, got {mode!r}")
     scores = in_float32(scores)
     if isinstance(margin, Tensor):
         margin = margin.detach().to(scores.dtype).reshape(-1)
@@ -82,13 +83,13 @@ def reference(
     image_ids: Tensor | None,  # [B]
     caption_ids: Tensor | None,  # [B]
     hardest: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _check_inputs(scores, margin, image_ids, caption_ids)
     check(not scores.isnan().any(), "triplet: scores contain NaN")
     check(not margin.isnan().any(), "triplet: margin is NaN")
     batch = len(scores)
     if batch == 0:
-        return fake(scores, margin, image_ids, caption_ids, hardest)
+        return scores.sum(), *fake(scores, margin, image_ids, caption_ids, hardest)[1:]
     margin = margin.expand(batch)
     positive = scores.diagonal()
     negative = ~torch.eye(batch, dtype=torch.bool, device=scores.device)
@@ -101,7 +102,7 @@ def reference(
         row = torch.relu((scores - positive[:, None]) + margin[:, None]) * negative
         col = torch.relu((scores - positive) + margin) * negative
         loss = (row.sum(1) + col.sum(0)) / batch
-        return loss, (row > 0).sum(1).int(), (col > 0).sum(0).int()
+        return loss.sum(), loss, (row > 0).sum(1).int(), (col > 0).sum(0).int()
 
     losses, best = [], []
     for side, others in ((scores, negative), (scores.T, negative.T)):
@@ -110,7 +111,8 @@ def reference(
         active = others.any(1) & (hinge > 0)
         losses.append(torch.where(active, hinge, 0))
         best.append(torch.where(active, at, -1).int())
-    return losses[0] + losses[1], best[0], best[1]
+    loss = losses[0] + losses[1]
+    return loss.sum(), loss, best[0], best[1]
 
 
 def _check_inputs(scores, margin, image_ids, caption_ids) -> None:
@@ -134,20 +136,21 @@ def _check_inputs(scores, margin, image_ids, caption_ids) -> None:
             check([*ids.shape] == [batch], f"triplet: {name} must have shape [{batch}], got {[*ids.shape]}")
 
 
-def fake(scores, margin, image_ids, caption_ids, hardest) -> tuple[Tensor, Tensor, Tensor]:
+def fake(scores, margin, image_ids, caption_ids, hardest) -> tuple[Tensor, ...]:
     _check_inputs(scores, margin, image_ids, caption_ids)
     loss = scores.new_empty(scores.shape[0])
-    return loss, torch.empty_like(loss, dtype=torch.int32), torch.empty_like(loss, dtype=torch.int32)
+    in_row, in_col = (torch.empty_like(loss, dtype=torch.int32) for _ in range(2))
+    return scores.new_empty(()), loss, in_row, in_col
 
 
 def save(inputs, outputs):
     scores, margin, image_ids, caption_ids, hardest = inputs
-    _, in_row, in_col = outputs
+    *_, in_row, in_col = outputs
     return (scores, margin, image_ids, caption_ids, in_row, in_col), hardest
 
 
 def run_backward(kernel, tensors, hardest, grads, needed):
-    return kernel(grads[0], *tensors, hardest), None, None, None, None
+    return kernel(*grads[:2], *tensors, hardest), None, None, None, None
 
 
 def inputs(dtype: torch.dtype, generator: torch.Generator, batch: int, hardest: bool) -> tuple:
@@ -167,17 +170,19 @@ OP = register(
     Op(
         name="triplet",
         schema="(Tensor scores, Tensor margin, Tensor? image_ids, Tensor? caption_ids, bool hardest) "
-        "-> (Tensor, Tensor, Tensor)",
+        "-> (Tensor, Tensor, Tensor, Tensor)",
         reference=reference,
         fake=fake,
         backward=Backward(
-            schema="(Tensor grad_loss, Tensor scores, Tensor margin, Tensor? image_ids, Tensor? caption_ids, "
-            "Tensor in_row, Tensor in_col, bool hardest) -> Tensor",
-            fake=lambda grad_loss, scores, *rest: torch.empty_like(scores, memory_format=torch.contiguous_format),
+            schema="(Tensor? grad_total, Tensor? grad_loss, Tensor scores, Tensor margin, Tensor? image_ids, "
+            "Tensor? caption_ids, Tensor in_row, Tensor in_col, bool hardest) -> Tensor",
+            fake=lambda grad_total, grad_loss, scores, *rest: torch.empty_like(
+                scores, memory_format=torch.contiguous_format
+            ),
             save=save,
             run=run_backward,
             inputs=(0,),
-            outputs=(0,),
+            outputs=2,
         ),
         shapes={
             "tiny": {"batch": 3, "hardest": True},
