@@ -11,7 +11,7 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 .PHONY: demo test bench lint format clean
 demo: $(VENV)/installed
 	$(BIN)/python -m pcsr_fast.backend
-	$(BIN)/python -m doctest -o NORMALIZE_WHITESPACE -v pcsr_fast/ops/tally.py
+	$(BIN)/python bench/demo.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
