@@ -1,4 +1,4 @@
-# make demo | test | bench | lint: each sets up what it needs in its own virtual environment.
+# make demo | test | test-slow | bench | lint: each sets up what it needs in its own virtual environment.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,13 +8,16 @@ TORCH := torch==2.13.0 triton==3.7.1
 BUILD := setuptools cmake ninja pybind11
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-slow bench lint format clean
 demo: $(VENV)/installed
 	$(BIN)/python -m pcsr_fast.backend
 	$(BIN)/python bench/demo.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/installed
 	$(BIN)/python -m bench

@@ -8,15 +8,13 @@ import cuda_on_cpu
 import pytest
 from conftest import ROOT
 
-# what runs the kernels; tests of torch.compile and of argument checks would only repeat themselves
-TESTS = [
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    str(ROOT / "tests"),
-    "-k",
-    "emulated and not compile and not opcheck and not wrong_shapes",
-]
+pytestmark = pytest.mark.slow
+
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", str(ROOT / "tests"), "-k"]
+# all that runs kernels, but for tests of torch.compile and of argument checks, which would only repeat themselves
+KERNELS = "emulated and not compile and not opcheck and not wrong_shapes and not bad_input"
+# every kernel, with many blocks, repeated ids, ties and faults; a sanitizer makes the rest too slow
+SANITIZED = "emulated and (value or large_batch or overflow or ties or nan or masked)"
 
 
 def summary(done: subprocess.CompletedProcess) -> str:
@@ -26,14 +24,13 @@ def summary(done: subprocess.CompletedProcess) -> str:
 @pytest.mark.parametrize("schedule", ["reverse", "random"])
 def test_other_schedules(schedule):
     env = os.environ | {"CUSHIM_ORDER": schedule}
-    done = subprocess.run([sys.executable, "-m", "pytest", *TESTS], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *PYTEST, KERNELS], env=env, capture_output=True, text=True)
     assert done.returncode == 0, summary(done)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_sanitized(sanitizer):
     done = cuda_on_cpu.run_sanitized(
-        sanitizer, ["-m", "pytest", *TESTS], env={"PCSR_TEST_SANITIZE": sanitizer}, timeout=900
+        sanitizer, [*PYTEST, SANITIZED], env={"PCSR_TEST_SANITIZE": sanitizer}, timeout=900
     )
     assert done.returncode == 0, summary(done)

@@ -11,15 +11,23 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
-#include <cuda_runtime.h>
-#endif
-
-// with PCSR_CUDA_ON_CPU the tests run the CUDA kernels, and these bindings, on CPU tensors
+// PCSR_CUDA: nvcc is there. PCSR_CUDA_ON_CPU: the tests run the CUDA kernels and their bindings on CPU tensors.
 #if defined(PCSR_CUDA_ON_CPU)
+#define PCSR_WITH_CPU 0
+#define PCSR_WITH_CUDA 1
 #define PCSR_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(pcsr_emulated, CPU, m)
 #elif defined(PCSR_CUDA)
+#define PCSR_WITH_CPU 1
+#define PCSR_WITH_CUDA 1
 #define PCSR_CUDA_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(pcsr, CUDA, m)
+#else
+#define PCSR_WITH_CPU 1
+#define PCSR_WITH_CUDA 0
+#endif
+#define PCSR_CPU_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(pcsr, CPU, m)
+
+#if PCSR_WITH_CUDA
+#include <cuda_runtime.h>
 #endif
 
 namespace pcsr {
@@ -94,7 +102,7 @@ inline MaybeTensor checked_grad(const char* op, const char* name, const MaybeTen
   return dense(*grad);
 }
 
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CUDA
 
 inline cudaStream_t stream_of([[maybe_unused]] const Tensor& t) {
 #if defined(PCSR_CUDA_ON_CPU)

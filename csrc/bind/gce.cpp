@@ -5,14 +5,14 @@
 
 #include "bind.h"
 
-#if !defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CPU
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
 #include "../cpu/gce.h"
 #endif
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CUDA
 #include "../cuda/gce.h"
 #endif
 
@@ -113,7 +113,7 @@ Grads backward(const Logits& logits, const MaybeTensor& grad_total, const MaybeT
   return {grads[0], grads[1]};
 }
 
-#if !defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CPU
 
 // rows for one thread at a time: waking one costs as much as about 64 k exponentials
 template <typename T>
@@ -166,7 +166,7 @@ Grads gce_backward_on_cpu(const MaybeTensor& grad_total, const MaybeTensor& grad
 
 #endif
 
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CUDA
 
 Outputs gce_on_cuda(const Tensor& image_logits, const Tensor& text_logits, double gamma, bool means) {
   const Logits logits = checked(image_logits, text_logits, gamma);
@@ -193,13 +193,13 @@ Grads gce_backward_on_cuda(const MaybeTensor& grad_total, const MaybeTensor& gra
 }  // namespace
 }  // namespace pcsr
 
-#if !defined(PCSR_CUDA_ON_CPU)
-STABLE_TORCH_LIBRARY_IMPL(pcsr, CPU, m) {
+#if PCSR_WITH_CPU
+PCSR_CPU_IMPL(m) {
   m.impl("gce", TORCH_BOX(&pcsr::gce_on_cpu));
   m.impl("gce_backward", TORCH_BOX(&pcsr::gce_backward_on_cpu));
 }
 #endif
-#if defined(PCSR_CUDA_IMPL)
+#if PCSR_WITH_CUDA
 PCSR_CUDA_IMPL(m) {
   m.impl("gce", TORCH_BOX(&pcsr::gce_on_cuda));
   m.impl("gce_backward", TORCH_BOX(&pcsr::gce_backward_on_cuda));

@@ -1,12 +1,12 @@
 // torch.ops.pcsr.tally: checks the tensors and runs the kernels of their device.
 #include "bind.h"
 
-#if !defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CPU
 #include <atomic>
 
 #include "../cpu/tally.h"
 #endif
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CUDA
 #include "../cuda/tally.h"
 #endif
 #include "../tally.h"
@@ -89,7 +89,7 @@ Tally checked(const Tensor& votes, const Tensor& ids, const Tensor& counts, cons
   }
 }
 
-#if !defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CPU
 
 void keep_first(std::atomic<uint64_t>& first, uint64_t fault) {
   uint64_t seen = first.load();
@@ -122,7 +122,7 @@ Tensor tally_on_cpu(const Tensor& votes, const Tensor& ids, const Tensor& counts
 
 #endif
 
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CUDA
 
 Tensor tally_on_cuda(const Tensor& votes, const Tensor& ids, const Tensor& counts, const Tensor& n_max,
                      const Tensor& argmax, const Tensor& n_second) {
@@ -158,9 +158,9 @@ Tensor tally_on_cuda(const Tensor& votes, const Tensor& ids, const Tensor& count
 }  // namespace
 }  // namespace pcsr
 
-#if !defined(PCSR_CUDA_ON_CPU)
-STABLE_TORCH_LIBRARY_IMPL(pcsr, CPU, m) { m.impl("tally", TORCH_BOX(&pcsr::tally_on_cpu)); }
+#if PCSR_WITH_CPU
+PCSR_CPU_IMPL(m) { m.impl("tally", TORCH_BOX(&pcsr::tally_on_cpu)); }
 #endif
-#if defined(PCSR_CUDA_IMPL)
+#if PCSR_WITH_CUDA
 PCSR_CUDA_IMPL(m) { m.impl("tally", TORCH_BOX(&pcsr::tally_on_cuda)); }
 #endif

@@ -5,7 +5,7 @@
 
 #include "bind.h"
 
-#if !defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CPU
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -15,7 +15,7 @@
 
 #include "../cpu/triplet.h"
 #endif
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CUDA
 #include "../cuda/triplet.h"
 #endif
 
@@ -115,7 +115,7 @@ Tensor backward(const MaybeTensor& grad_total, const MaybeTensor& grad_loss, con
   return grad_scores;
 }
 
-#if !defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CPU
 
 // owns what Groups points to
 struct GroupStore {
@@ -226,7 +226,7 @@ Tensor triplet_backward_on_cpu(const MaybeTensor& grad_total, const MaybeTensor&
 
 #endif
 
-#if defined(PCSR_CUDA) || defined(PCSR_CUDA_ON_CPU)
+#if PCSR_WITH_CUDA
 
 Outputs triplet_on_cuda(const Tensor& scores, const Tensor& margin, const MaybeTensor& image_ids,
                         const MaybeTensor& caption_ids, bool hardest) {
@@ -252,13 +252,13 @@ Tensor triplet_backward_on_cuda(const MaybeTensor& grad_total, const MaybeTensor
 }  // namespace
 }  // namespace pcsr
 
-#if !defined(PCSR_CUDA_ON_CPU)
-STABLE_TORCH_LIBRARY_IMPL(pcsr, CPU, m) {
+#if PCSR_WITH_CPU
+PCSR_CPU_IMPL(m) {
   m.impl("triplet", TORCH_BOX(&pcsr::triplet_on_cpu));
   m.impl("triplet_backward", TORCH_BOX(&pcsr::triplet_backward_on_cpu));
 }
 #endif
-#if defined(PCSR_CUDA_IMPL)
+#if PCSR_WITH_CUDA
 PCSR_CUDA_IMPL(m) {
   m.impl("triplet", TORCH_BOX(&pcsr::triplet_on_cuda));
   m.impl("triplet_backward", TORCH_BOX(&pcsr::triplet_backward_on_cuda));
