@@ -63,6 +63,35 @@ def gce_eager(image_logits, text_logits, gamma, means):
     return ((1 - p_target**gamma) / gamma + (1 - q_target**gamma) / gamma).mean()
 
 
+def sgr_caption_loop(
+    regions, words, offsets, image_globals, caption_globals,
+    w_loc, b_loc, w_glo, b_glo, mix, shift, w_graph, b_graph, w_score, b_score,
+    pairs,
+):  # fmt: skip
+    """All images against one caption at a time, with the operations of the published code bases."""
+
+    def l2norm(x, dim):
+        return torch.div(x, torch.pow(x, 2).sum(dim=dim, keepdim=True).sqrt() + 1e-8)
+
+    # their queries and keys are two projections; here the second is the identity, at the same cost
+    identity = torch.eye(len(b_loc), dtype=regions.dtype, device=regions.device)
+    columns = []
+    for c in range(len(offsets) - 1):
+        caption = words[offsets[c] : offsets[c + 1]].unsqueeze(0).repeat(len(regions), 1, 1)
+        attention = l2norm(F.leaky_relu(torch.bmm(regions, caption.transpose(1, 2)), 0.1), 2)
+        attention = F.softmax(attention.transpose(1, 2).contiguous() * 9, 2).transpose(1, 2).contiguous()
+        context = l2norm(torch.bmm(regions.transpose(1, 2), attention).transpose(1, 2), 2)
+        local = l2norm(F.linear(torch.pow(torch.sub(context, caption), 2), w_loc, b_loc), 2)
+        whole = l2norm(F.linear(torch.pow(torch.sub(image_globals, caption_globals[c]), 2), w_glo, b_glo), 1)
+        nodes = torch.cat([whole.unsqueeze(1), local], 1)
+        for m, u, wg, bg in zip(mix, shift, w_graph, b_graph, strict=True):
+            query, key = F.linear(nodes, m.T, u), F.linear(nodes, identity)
+            edges = F.softmax(torch.bmm(query, key.transpose(1, 2)), 2)
+            nodes = torch.relu(F.linear(torch.bmm(edges, nodes), wg, bg))
+        columns.append(torch.sigmoid(F.linear(nodes[:, 0], w_score[None], b_score)))
+    return torch.cat(columns, 1)
+
+
 def compiled(function: Callable) -> Callable:
     fast = torch.compile(function, dynamic=False)
 

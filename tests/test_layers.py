@@ -66,6 +66,8 @@ def test_native_sources_keep_apart():
 def test_every_op_is_written_by_its_stem():
     from pcsr_fast.ops import OPS
 
-    for op in OPS:
-        for place in (f"pcsr_fast/ops/{op}.py", f"csrc/bind/{op}.cpp", f"csrc/cpu/{op}.cpp", f"csrc/cuda/{op}.cu"):
+    for name, op in OPS.items():
+        places = [f"pcsr_fast/ops/{name}.py", f"csrc/bind/{name}.cpp", f"csrc/cpu/{name}.cpp"]
+        places += [f"csrc/cuda/{name}.cu"] if op.gpu == "cuda" else []
+        for place in places:
             assert (ROOT / place).exists(), place

@@ -51,9 +51,9 @@ static inline float exp_negative(float x) {
 
 static inline double exp_negative(double x) { return std::exp(x); }
 
-// out[k] = e^(row[k] - shift), and their sum
+// out[k] = e^(row[k] - shift), and their sum; out may be row
 template <typename T>
-static inline T exp_row(const T* __restrict row, T shift, T* __restrict out, int64_t n) {
+static inline T exp_row(const T* row, T shift, T* out, int64_t n) {
   T sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t k = 0; k < n; ++k) {

@@ -2,6 +2,7 @@
 
 from pcsr_fast.ops.gce import Agreement, agreement, entropy, gce, label_similarity
 from pcsr_fast.ops.op import OPS, Op
+from pcsr_fast.ops.sgr import SgrWeights, sgr
 from pcsr_fast.ops.tally import TallyState, tally
 from pcsr_fast.ops.triplet import adaptive_margin, triplet, triplet_pairs
 
@@ -9,12 +10,14 @@ __all__ = [
     "OPS",
     "Agreement",
     "Op",
+    "SgrWeights",
     "TallyState",
     "adaptive_margin",
     "agreement",
     "entropy",
     "gce",
     "label_similarity",
+    "sgr",
     "tally",
     "triplet",
     "triplet_pairs",

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Backward:
     # which arguments get a gradient, and how many results, the first ones, it comes from
     inputs: tuple[int, ...]
     outputs: int
+    # plain PyTorch for the devices that have no kernel of their own
+    anywhere: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,8 @@ class Op:
     inputs: Callable[..., tuple]
     cost: Callable[..., Cost]
     backward: Backward | None = None
+    # what its GPU kernel is written in
+    gpu: Literal["cuda", "triton"] = "cuda"
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     # how far a result may be from the float64 reference beyond the reference's own error at that dtype
     tolerance: dict[torch.dtype, float] = field(default_factory=lambda: {torch.float32: 1e-5, torch.float64: 1e-10})
@@ -90,6 +94,8 @@ def define_backward(op: Op, namespace: str, library: torch.library.Library) -> N
     name = f"{op.name}_backward"
     library.define(name + op.backward.schema)
     torch.library.register_fake(f"{namespace}::{name}", op.backward.fake, lib=library)
+    if op.backward.anywhere:
+        library.impl(name, op.backward.anywhere, "CompositeExplicitAutograd")
     kernel = getattr(getattr(torch.ops, namespace), name).default
 
     def setup_context(ctx, inputs, output):
@@ -99,9 +105,16 @@ def define_backward(op: Op, namespace: str, library: torch.library.Library) -> N
         ctx.save_for_backward(*tensors)
 
     def backward(ctx, *grads):
-        return op.backward.run(kernel, ctx.saved_tensors, ctx.constants, grads, ctx.needs_input_grad)
+        return _run_backward(op, kernel, ctx, grads)
 
     torch.library.register_autograd(f"{namespace}::{op.name}", backward, setup_context=setup_context, lib=library)
+
+
+def _run_backward(op: Op, kernel: Callable[..., Any], ctx, grads: tuple) -> tuple[Tensor | None, ...]:
+    # nothing depends on any result
+    if all(grad is None for grad in grads):
+        return (None,) * len(ctx.needs_input_grad)
+    return op.backward.run(kernel, ctx.saved_tensors, ctx.constants, grads, ctx.needs_input_grad)
 
 
 @functools.cache
@@ -118,15 +131,15 @@ def _direct(op: Op, namespace: str) -> type[torch.autograd.Function]:
                 outputs = kernel(*args)
             tensors, ctx.constants = op.backward.save(args, outputs)
             ctx.save_for_backward(*tensors)
-            ctx.mark_non_differentiable(*outputs[op.backward.outputs :])
+            if isinstance(outputs, tuple):
+                ctx.mark_non_differentiable(*outputs[op.backward.outputs :])
             return outputs
 
         @staticmethod
         def backward(ctx, *grads):
             if torch.is_grad_enabled():
                 raise RuntimeError(f"{op.name}: there is no second derivative (create_graph=True)")
-            with torch._C._AutoDispatchBelowAutograd():
-                return op.backward.run(backward_kernel, ctx.saved_tensors, ctx.constants, grads, ctx.needs_input_grad)
+            return _run_backward(op, backward_kernel, ctx, grads)
 
     return Direct
 

@@ -34,6 +34,7 @@ def results(op: Op, function: Callable, args: tuple) -> list[Tensor]:
         return tree_leaves((returned, [args[i] for i in written_arguments(op)]))
     args = [x.detach().requires_grad_() if i in op.backward.inputs else x for i, x in enumerate(args)]
     returned = function(*args)
+    returned = (returned,) if isinstance(returned, Tensor) else returned
     outputs = returned[: op.backward.outputs]
     # weights that differ from place to place and are the same in every dtype
     weights = [torch.linspace(0.5, 1.5, x.numel(), device=x.device).reshape(x.shape).to(x.dtype) for x in outputs]

@@ -1,0 +1,17 @@
+// The CPU kernels of sgr.
+#pragma once
+#include "../sgr.h"
+#include "isa.h"
+
+namespace pcsr {
+
+// how many values the packed weights and the workspace of a thread take
+PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_packed_size, const SgrArgs<T>& args)
+PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_workspace_size, const SgrArgs<T>& args)
+// the weights in the layout of the products; once a call
+PCSR_DECLARE_KERNEL(template <typename T> void, sgr_pack, const SgrArgs<T>& args, T* packed)
+// scores of pairs [begin, end)
+PCSR_DECLARE_KERNEL(template <typename T> void, sgr_forward, const SgrArgs<T>& args, const T* packed, T* workspace,
+                    int64_t begin, int64_t end)
+
+}  // namespace pcsr

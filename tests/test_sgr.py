@@ -1,0 +1,213 @@
+"""sgr: the definition, ragged captions, lists of pairs, the laws of permutation, gradients and bad input."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcsr_fast import SgrWeights, sgr, triplet, use_backend
+from pcsr_fast.ops import OPS
+from pcsr_fast.ops.verify import mismatch
+
+OP = OPS["sgr"]
+
+
+def sample(dtype=torch.float64, seed=0, **sizes):
+    sizes = dict(images=4, captions=5, regions=6, words=4, dim=21, nodes=10, steps=3, pairs=0) | sizes
+    return OP.inputs(dtype, torch.Generator().manual_seed(seed), **sizes)
+
+
+def draw_weights(dim, nodes, steps, generator, dtype=torch.float64):
+    def normal(*shape):
+        return torch.randn(*shape, dtype=dtype, generator=generator)
+
+    step = [normal(steps, nodes, nodes), normal(steps, nodes), normal(steps, nodes, nodes)]
+    graph = [normal(steps, nodes, nodes), normal(steps, nodes)]
+    return SgrWeights(
+        normal(nodes, dim), normal(nodes), normal(nodes, dim), normal(nodes), *step, *graph, normal(nodes), normal(1)
+    )
+
+
+def one_score(v, t, v_glo, t_glo, w):
+    """The definition, word for word, for one image and one caption, with queries and keys."""
+
+    def l2(x):
+        return x / (x.norm() + 1e-8)
+
+    attention = torch.nn.functional.leaky_relu(v @ t.T, 0.1)  # [R, n]
+    attention = torch.stack([l2(row) for row in attention])
+    context = [l2((9 * attention[:, word]).softmax(0) @ v) for word in range(len(t))]
+    local = [l2(w.w_loc @ (c - word) ** 2 + w.b_loc) for c, word in zip(context, t, strict=True)]
+    nodes = torch.stack([l2(w.w_glo @ (v_glo - t_glo) ** 2 + w.b_glo), *local])
+    for wq, bq, wk, wg, bg in zip(w.w_query, w.b_query, w.w_key, w.w_graph, w.b_graph, strict=True):
+        key_bias = torch.linspace(-1, 1, len(bq), dtype=nodes.dtype)  # cancels
+        edges = ((nodes @ wq.T + bq) @ (nodes @ wk.T + key_bias).T).softmax(1)
+        nodes = torch.relu(edges @ nodes @ wg.T + bg)
+    return torch.sigmoid(w.w_score @ nodes[0] + w.b_score[0])
+
+
+@pytest.mark.parametrize("chosen", ["reference", "native"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_definition(chosen, steps, generator):
+    regions, words, offsets, image_globals, caption_globals, *_ = sample(steps=steps)
+    weights = draw_weights(21, 10, steps, generator)
+    want = torch.stack(
+        [
+            torch.stack(
+                [
+                    one_score(
+                        regions[b], words[offsets[c] : offsets[c + 1]], image_globals[b], caption_globals[c], weights
+                    )
+                    for c in range(5)
+                ]
+            )
+            for b in range(4)
+        ]
+    )
+    with use_backend(chosen):
+        got = sgr(regions, words, offsets, image_globals, caption_globals, weights)
+        torch.testing.assert_close(got, want)
+        pairs = torch.tensor([[3, 4], [0, 0], [3, 4], [1, 2]])
+        got = sgr(regions, words, offsets, image_globals, caption_globals, weights, pairs)
+        torch.testing.assert_close(got, want[pairs[:, 0], pairs[:, 1]])
+
+
+@given(
+    st.integers(1, 3), st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 64), st.integers(1, 40),
+    st.integers(1, 40), st.integers(1, 3), st.booleans(), st.integers(0, 100),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_any_sizes(images, lengths, regions, dim, nodes, steps, listed, seed):
+    captions = len(lengths)
+    for dtype in (torch.float32, torch.float64):
+        args = [
+            *sample(dtype, seed, images=images, captions=captions, regions=regions, dim=dim, nodes=nodes, steps=steps)
+        ]
+        args[2] = torch.tensor([0, *lengths]).cumsum(0)
+        args[1] = torch.randn(sum(lengths), dim, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+        if listed:
+            args[-1] = torch.tensor([[images - 1, captions - 1], [0, 0], [0, captions - 1]])
+        assert not mismatch(OP, OP.implementation("native"), tuple(args), dtype)
+
+
+@pytest.mark.parametrize("chosen", ["reference", "native"])
+@pytest.mark.parametrize("pairs", [0, 7])
+def test_gradcheck(chosen, pairs):
+    args = sample(images=2, captions=2, regions=3, words=2, dim=5, nodes=4, steps=2, pairs=pairs)
+    leaves = [x.requires_grad_() for i, x in enumerate(args) if i in OP.backward.inputs]
+
+    def scores(*leaves):
+        return OP.implementation(chosen)(leaves[0], leaves[1], args[2], *leaves[2:], args[-1])
+
+    assert torch.autograd.gradcheck(scores, leaves)
+
+
+def test_pairs_are_cells_of_the_grid():
+    args = sample(torch.float32, images=9, captions=11)
+    grid = OP.implementation("native")(*args).view(9, 11)
+    pairs = torch.cartesian_prod(torch.arange(9), torch.arange(11))[torch.randperm(99)]
+    got = OP.implementation("native")(*args[:-1], pairs)
+    torch.testing.assert_close(got, grid[pairs[:, 0], pairs[:, 1]], rtol=1e-6, atol=1e-7)
+    assert len(OP.implementation("native")(*args[:-1], torch.empty(0, 2, dtype=torch.int64))) == 0
+
+
+def test_permutations(generator):
+    regions, words, offsets, image_globals, caption_globals, *rest = sample(images=5, captions=6)
+    native = OP.implementation("native")
+    grid = native(regions, words, offsets, image_globals, caption_globals, *rest).view(5, 6)
+    rows, columns = torch.randperm(5, generator=generator), torch.randperm(6, generator=generator)
+    parts = [words[offsets[c] : offsets[c + 1]] for c in columns]
+    moved = torch.tensor([0, *(len(p) for p in parts)]).cumsum(0)
+    got = native(regions[rows], torch.cat(parts), moved, image_globals[rows], caption_globals[columns], *rest)
+    torch.testing.assert_close(got.view(5, 6), grid[rows][:, columns])
+    # neither the order of the regions nor that of a caption's words matters
+    turned = torch.cat([words[offsets[c] : offsets[c + 1]].flip(0) for c in range(6)])
+    got = native(regions.flip(1), turned, offsets, image_globals, caption_globals, *rest)
+    torch.testing.assert_close(got.view(5, 6), grid)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_do_not_matter(threads):
+    args = sample(torch.float32, images=13, captions=8)
+    torch.set_num_threads(threads)
+    try:
+        got = OP.implementation("native")(*args)
+    finally:
+        torch.set_num_threads(2)
+    assert torch.equal(got, OP.implementation("native")(*args))
+
+
+@pytest.mark.parametrize("chosen", ["reference", "native"])
+def test_zero_vectors_have_finite_gradients(chosen):
+    args = [*sample(images=2, captions=2, pairs=0)]
+    args[0] = args[0].clone()
+    args[0][0] = 0
+    args[0][1, 2] = 0
+    args[1] = args[1].clone()
+    args[1][0] = 0
+    args[3] = torch.zeros_like(args[3])
+    args[4] = torch.zeros_like(args[4])
+    args[6], args[8] = torch.zeros_like(args[6]), torch.zeros_like(args[8])
+    leaves = [x.requires_grad_() for i, x in enumerate(args) if i in OP.backward.inputs]
+    scores = OP.implementation(chosen)(*args)
+    assert scores.isfinite().all()
+    for grad in torch.autograd.grad(scores.sum(), leaves):
+        assert grad.isfinite().all()
+
+
+def test_triplet_of_sgr_goes_backward_through_few_pairs(monkeypatch, generator):
+    regions, words, offsets, image_globals, caption_globals, *_ = sample(images=8, captions=8)
+    weights = draw_weights(21, 10, 3, generator)
+    leaves = [x.requires_grad_() for x in (regions, words, image_globals, caption_globals, *weights)]
+    grads = {}
+    for chosen in ("reference", "native"):
+        with use_backend(chosen):
+            loss = triplet(sgr(regions, words, offsets, image_globals, caption_globals, weights), 0.2)
+            grads[chosen] = torch.autograd.grad(loss, leaves)
+    for a, b in zip(*grads.values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def bad(**changes):
+    names = [*OP.reference.__code__.co_varnames[:16]]
+    return tuple((dict(zip(names, sample(), strict=True)) | changes).values())
+
+
+@pytest.mark.parametrize("chosen", ["reference", "native"])
+@pytest.mark.parametrize(
+    ("match", "changes"),
+    [
+        (r"offsets must start with 0, got 1", {"offsets": torch.tensor([1, 2, 3, 4, 5, 6])}),
+        (r"caption 1 has no words", {"offsets": torch.tensor([0, 2, 2, 4, 5, 6])}),
+        (r"caption 2 has no words", {"offsets": torch.tensor([0, 2, 4, 3, 5, 6])}),
+        (r"offsets end with 6, but there are", {"offsets": torch.tensor([0, 2, 3, 4, 5, 6])}),
+        (r"offsets must be \[captions \+ 1\], got \[1\]", {"offsets": torch.tensor([0])}),
+        (r"offsets must be", {"offsets": torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)}),
+        (r"regions must be \[images, regions, dim\]", {"regions": torch.zeros(4, 21, dtype=torch.float64)}),
+        (r"words must be", {"words": torch.zeros(22, 21)}),
+        (
+            r"image_globals must have shape \[4, 21\], got \[3, 21\]",
+            {"image_globals": torch.zeros(3, 21, dtype=torch.float64)},
+        ),
+        (r"b_loc must have shape \[10\], got \[9\]", {"b_loc": torch.zeros(9, dtype=torch.float64)}),
+        (r"pairs\[1, 0\] = 4 is out of range for 4 images", {"pairs": torch.tensor([[0, 0], [4, 0]])}),
+        (r"pairs\[0, 1\] = -1 is out of range for 5 captions", {"pairs": torch.tensor([[0, -1]])}),
+        (r"pairs must have shape \[1, 2\], got \[1, 3\]", {"pairs": torch.tensor([[0, 0, 0]])}),
+        (r"regions contain NaN", {"regions": torch.full((4, 6, 21), torch.nan, dtype=torch.float64)}),
+        (r"w_score contain NaN", {"w_score": torch.full((10,), torch.nan, dtype=torch.float64)}),
+    ],
+)
+def test_bad_input(chosen, match, changes):
+    with pytest.raises(RuntimeError, match=match):
+        OP.implementation(chosen)(*bad(**changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, generator):
+    regions, words, offsets, image_globals, caption_globals, *_ = sample(torch.float32)
+    weights = draw_weights(21, 10, 3, generator, torch.float32)
+    half = [x.to(dtype) for x in (regions, words, image_globals, caption_globals)]
+    got = sgr(half[0], half[1], offsets, half[2], half[3], weights)
+    assert got.dtype == torch.float32
+    full = [x.float() for x in half]
+    torch.testing.assert_close(got, sgr(full[0], full[1], offsets, full[2], full[3], weights))
