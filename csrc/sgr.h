@@ -26,10 +26,19 @@ struct SgrArgs {
   const int64_t* pairs;  // [pair_count, 2]
   int64_t images, region_count, dim, captions, nodes, steps, pair_count;
   int64_t longest;  // words of the longest caption
-  T* scores;        // [pair_count]
+  T* scores;        // [pair_count], written by forward
+
+  const T* grad_scores;  // [pair_count]
 
   int64_t image_of(int64_t pair) const { return pairs ? pairs[2 * pair] : pair / captions; }
   int64_t caption_of(int64_t pair) const { return pairs ? pairs[2 * pair + 1] : pair % captions; }
+};
+
+// one for each floating argument, in its shape; backward adds to them
+template <typename T>
+struct SgrGrads {
+  T *regions, *words, *image_globals, *caption_globals;
+  T *w_loc, *b_loc, *w_glo, *b_glo, *mix, *shift, *graph, *bias, *w_score, *b_score;
 };
 
 }  // namespace pcsr

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <memory>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "../cpu/sgr.h"
@@ -55,30 +56,52 @@ struct Sorted {
   }
 };
 
-// scores of all pairs on torch's threads, each taking the next part when it is done with one
-template <typename T>
-void run(const SgrArgs<T>& args) {
-  const auto forward = PCSR_KERNEL(sgr_forward<T>);
-  const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_packed_size<T>)(args)]);
-  PCSR_KERNEL(sgr_pack<T>)(args, packed.get());
-  const int64_t workspace = PCSR_KERNEL(sgr_workspace_size<T>)(args), threads = torch::stable::get_num_threads();
-  // an image's captions, or a share that keeps all threads busy to the end
-  const int64_t part = args.pairs ? std::max<int64_t>(8, args.pair_count / (8 * threads)) : args.captions;
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<T[]> work(new T[workspace]);
-    for (int64_t t = begin; t < end; ++t) {
-      for (int64_t from; (from = next.fetch_add(part)) < args.pair_count;) {
-        forward(args, packed.get(), work.get(), from, std::min(args.pair_count, from + part));
-      }
-    }
-  });
-}
+// the floating arguments in the order of the schema, dense, and what else the kernels point to
+struct Inputs {
+  std::vector<Tensor> floats;
+  Tensor offsets;
+  MaybeTensor pairs;
 
-Tensor sgr_on_cpu(const Tensor& regions, const Tensor& words, const Tensor& offsets, const Tensor& image_globals,
-                  const Tensor& caption_globals, const Tensor& w_loc, const Tensor& b_loc, const Tensor& w_glo,
-                  const Tensor& b_glo, const Tensor& mix, const Tensor& shift, const Tensor& graph, const Tensor& bias,
-                  const Tensor& w_score, const Tensor& b_score, const MaybeTensor& pairs) {
+  int64_t captions() const { return offsets.size(0) - 1; }
+  int64_t count() const { return pairs ? pairs->size(0) : floats[0].size(0) * captions(); }
+  const int64_t* starts() const { return static_cast<const int64_t*>(offsets.data_ptr()); }
+
+  template <typename T>
+  SgrArgs<T> args() const {
+    const auto at = [&](int i) { return static_cast<const T*>(floats[i].data_ptr()); };
+    SgrArgs<T> a = {};
+    a.regions = at(0);
+    a.words = at(1);
+    a.offsets = starts();
+    a.image_globals = at(2);
+    a.caption_globals = at(3);
+    a.w_loc = at(4);
+    a.b_loc = at(5);
+    a.w_glo = at(6);
+    a.b_glo = at(7);
+    a.mix = at(8);
+    a.shift = at(9);
+    a.graph = at(10);
+    a.bias = at(11);
+    a.w_score = at(12);
+    a.b_score = at(13);
+    a.pairs = pairs ? static_cast<const int64_t*>(pairs->data_ptr()) : nullptr;
+    a.images = floats[0].size(0);
+    a.region_count = floats[0].size(1);
+    a.dim = floats[0].size(2);
+    a.captions = captions();
+    a.steps = floats[8].size(0);
+    a.nodes = floats[8].size(1);
+    a.pair_count = count();
+    for (int64_t c = 0; c < a.captions; ++c) a.longest = std::max(a.longest, a.offsets[c + 1] - a.offsets[c]);
+    return a;
+  }
+};
+
+Inputs checked(const Tensor& regions, const Tensor& words, const Tensor& offsets, const Tensor& image_globals,
+               const Tensor& caption_globals, const Tensor& w_loc, const Tensor& b_loc, const Tensor& w_glo,
+               const Tensor& b_glo, const Tensor& mix, const Tensor& shift, const Tensor& graph, const Tensor& bias,
+               const Tensor& w_score, const Tensor& b_score, const MaybeTensor& pairs) {
   const ScalarType type = regions.scalar_type();
   check(type == ScalarType::Float || type == ScalarType::Double, "sgr: regions must be float32 or float64, got ",
         torch::headeronly::toString(type));
@@ -88,14 +111,15 @@ Tensor sgr_on_cpu(const Tensor& regions, const Tensor& words, const Tensor& offs
   check(mix.dim() == 3 && mix.size(0) >= 1, "sgr: mix must be [steps, nodes, nodes], got ", shape_of(mix));
   check(words.dim() == 2, "sgr: words must be [words, dim], got ", shape_of(words));
   check_type("sgr", "offsets", offsets, ScalarType::Long);
-  const int64_t images = regions.size(0), dim = regions.size(2), captions = offsets.size(0) - 1;
-  const int64_t steps = mix.size(0), nodes = mix.size(1);
+  const int64_t images = regions.size(0), count = regions.size(1), dim = regions.size(2);
+  const int64_t captions = offsets.size(0) - 1, steps = mix.size(0), nodes = mix.size(1);
   struct Expected {
     const char* name;
     const Tensor& tensor;
     std::initializer_list<int64_t> shape;
   };
-  const Expected all[] = {{"words", words, {words.size(0), dim}},
+  const Expected all[] = {{"regions", regions, {images, count, dim}},
+                          {"words", words, {words.size(0), dim}},
                           {"image_globals", image_globals, {images, dim}},
                           {"caption_globals", caption_globals, {captions, dim}},
                           {"w_loc", w_loc, {nodes, dim}},
@@ -108,52 +132,164 @@ Tensor sgr_on_cpu(const Tensor& regions, const Tensor& words, const Tensor& offs
                           {"bias", bias, {steps, nodes}},
                           {"w_score", w_score, {nodes}},
                           {"b_score", b_score, {1}}};
-  std::vector<Tensor> kept = {dense(regions)};
+  Inputs in{{}, dense(offsets), std::nullopt};
   for (const Expected& e : all) {
     check_type("sgr", e.name, e.tensor, type);
     check_shape("sgr", e.name, e.tensor, e.shape);
-    kept.push_back(dense(e.tensor));
+    in.floats.push_back(dense(e.tensor));
   }
-  const Tensor own_offsets = dense(offsets);
-  const int64_t* starts = static_cast<const int64_t*>(own_offsets.data_ptr());
-  check_offsets(starts, captions, words.size(0));
-
-  MaybeTensor own_pairs;
+  check_offsets(in.starts(), captions, words.size(0));
   if (pairs) {
     check_type("sgr", "pairs", *pairs, ScalarType::Long);
     check_shape("sgr", "pairs", *pairs, {pairs->dim() ? pairs->size(0) : 0, 2});
-    own_pairs = dense(*pairs);
-    check_pairs(static_cast<const int64_t*>(own_pairs->data_ptr()), pairs->size(0), images, captions);
+    in.pairs = dense(*pairs);
+    check_pairs(static_cast<const int64_t*>(in.pairs->data_ptr()), pairs->size(0), images, captions);
   }
-  const int64_t count = pairs ? pairs->size(0) : images * captions;
-  const Tensor scores = torch::stable::new_empty(regions, {count});
-
   by_type(regions, [&]<typename T>(T) {
-    for (size_t i = 0; i < kept.size(); ++i) {
-      check(!has_nan(static_cast<const T*>(kept[i].data_ptr()), kept[i].numel()),
-            "sgr: ", i == 0 ? "regions" : all[i - 1].name, " contain NaN");
+    for (const Expected& e : all) {
+      const Tensor& t = in.floats[&e - all];
+      check(!has_nan(static_cast<const T*>(t.data_ptr()), t.numel()), "sgr: ", e.name, " contain NaN");
     }
-    const auto at = [&](int i) { return static_cast<const T*>(kept[i].data_ptr()); };
-    SgrArgs<T> args = {at(0),   at(1),  starts,          at(2),  at(3),
-                       at(4),   at(5),  at(6),           at(7),  at(8),
-                       at(9),   at(10), at(11),          at(12), at(13),
-                       nullptr, images, regions.size(1), dim,    captions,
-                       nodes,   steps,  count,           0,      static_cast<T*>(scores.data_ptr())};
-    for (int64_t c = 0; c < captions; ++c) args.longest = std::max(args.longest, starts[c + 1] - starts[c]);
-    if (!pairs) return run(args);
-    const Sorted sorted(static_cast<const int64_t*>(own_pairs->data_ptr()), count);
-    std::vector<T> found(count);
+  });
+  return in;
+}
+
+// scores of all pairs on torch's threads, each taking the next part when it is done with one
+template <typename T>
+void forward(const SgrArgs<T>& args) {
+  const auto score = PCSR_KERNEL(sgr_forward<T>);
+  const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_packed_size<T>)(args)]);
+  PCSR_KERNEL(sgr_pack<T>)(args, packed.get());
+  const int64_t workspace = PCSR_KERNEL(sgr_workspace_size<T>)(args), threads = torch::stable::get_num_threads();
+  // an image's captions, or a share that keeps all threads busy to the end
+  const int64_t part = args.pairs ? std::max<int64_t>(8, args.pair_count / (8 * threads)) : args.captions;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<T[]> work(new T[workspace]);
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t from; (from = next.fetch_add(part)) < args.pair_count;) {
+        score(args, packed.get(), work.get(), from, std::min(args.pair_count, from + part));
+      }
+    }
+  });
+}
+
+// where each thread's share of the sorted pairs begins: an image belongs to one thread, so its gradients do too
+std::vector<int64_t> shares(const std::vector<int64_t>& pairs, int64_t threads) {
+  const int64_t count = static_cast<int64_t>(pairs.size()) / 2;
+  std::vector<int64_t> begins = {0};
+  for (int64_t t = 1; t < threads; ++t) {
+    int64_t at = std::max(begins.back(), count * t / threads);
+    while (at > 0 && at < count && pairs[2 * at] == pairs[2 * (at - 1)]) ++at;
+    begins.push_back(at);
+  }
+  begins.push_back(count);
+  return begins;
+}
+
+// adds the gradients of pairs sorted by image; the sum is the same for a given number of threads
+template <typename T>
+void backward(const SgrArgs<T>& args, const std::vector<int64_t>& begins, const std::vector<Tensor>& grads) {
+  const auto add = PCSR_KERNEL(sgr_backward<T>);
+  const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_backward_packed_size<T>)(args)]);
+  PCSR_KERNEL(sgr_backward_pack<T>)(args, packed.get());
+  const int64_t workspace = PCSR_KERNEL(sgr_backward_workspace_size<T>)(args);
+  const int64_t threads = static_cast<int64_t>(begins.size()) - 1;
+  // regions and image_globals have one writer for each image; of the others each thread but the first has its own
+  std::vector<std::vector<std::unique_ptr<T[]>>> own(threads);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      if (begins[t] == begins[t + 1]) continue;
+      T* to[14];
+      for (int i = 0; i < 14; ++i) {
+        to[i] = static_cast<T*>(grads[i].data_ptr());
+        if (t == 0 || i == 0 || i == 2) continue;
+        own[t].emplace_back(new T[grads[i].numel()]());
+        to[i] = own[t].back().get();
+      }
+      const SgrGrads<T> g = {to[0], to[1], to[2], to[3],  to[4],  to[5],  to[6],
+                             to[7], to[8], to[9], to[10], to[11], to[12], to[13]};
+      const std::unique_ptr<T[]> work(new T[workspace]);
+      add(args, g, packed.get(), work.get(), begins[t], begins[t + 1]);
+    }
+  });
+  for (int64_t t = 1; t < threads; ++t) {
+    if (own[t].empty()) continue;
+    for (int i = 0, part = 0; i < 14; ++i) {
+      if (i == 0 || i == 2) continue;
+      const T* from = own[t][part++].get();
+      T* to = static_cast<T*>(grads[i].data_ptr());
+      for (int64_t k = 0; k < grads[i].numel(); ++k) to[k] += from[k];
+    }
+  }
+}
+
+Tensor sgr_on_cpu(const Tensor& regions, const Tensor& words, const Tensor& offsets, const Tensor& image_globals,
+                  const Tensor& caption_globals, const Tensor& w_loc, const Tensor& b_loc, const Tensor& w_glo,
+                  const Tensor& b_glo, const Tensor& mix, const Tensor& shift, const Tensor& graph, const Tensor& bias,
+                  const Tensor& w_score, const Tensor& b_score, const MaybeTensor& pairs) {
+  const Inputs in = checked(regions, words, offsets, image_globals, caption_globals, w_loc, b_loc, w_glo, b_glo, mix,
+                            shift, graph, bias, w_score, b_score, pairs);
+  const Tensor scores = torch::stable::new_empty(regions, {in.count()});
+  by_type(regions, [&]<typename T>(T) {
+    SgrArgs<T> args = in.args<T>();
+    args.scores = static_cast<T*>(scores.data_ptr());
+    if (!pairs) return forward(args);
+    const Sorted sorted(args.pairs, args.pair_count);
+    std::vector<T> found(args.pair_count);
     args.pairs = sorted.pairs.data();
     args.scores = found.data();
-    run(args);
-    for (int64_t p = 0; p < count; ++p) static_cast<T*>(scores.data_ptr())[sorted.order[p]] = found[p];
+    forward(args);
+    for (int64_t p = 0; p < args.pair_count; ++p) static_cast<T*>(scores.data_ptr())[sorted.order[p]] = found[p];
   });
   return scores;
+}
+
+using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                         Tensor, Tensor>;
+
+// only the pairs whose score has a gradient
+Grads sgr_backward_on_cpu(const Tensor& grad_scores, const Tensor& regions, const Tensor& words, const Tensor& offsets,
+                          const Tensor& image_globals, const Tensor& caption_globals, const Tensor& w_loc,
+                          const Tensor& b_loc, const Tensor& w_glo, const Tensor& b_glo, const Tensor& mix,
+                          const Tensor& shift, const Tensor& graph, const Tensor& bias, const Tensor& w_score,
+                          const Tensor& b_score, const MaybeTensor& pairs) {
+  const Inputs in = checked(regions, words, offsets, image_globals, caption_globals, w_loc, b_loc, w_glo, b_glo, mix,
+                            shift, graph, bias, w_score, b_score, pairs);
+  check_type("sgr", "grad_scores", grad_scores, regions.scalar_type());
+  check_shape("sgr", "grad_scores", grad_scores, {in.count()});
+  const Tensor upstream = dense(grad_scores);
+  std::vector<Tensor> grads;
+  for (const Tensor& t : in.floats) grads.push_back(torch::stable::new_zeros(t, t.sizes()));
+  by_type(regions, [&]<typename T>(T) {
+    SgrArgs<T> args = in.args<T>();
+    const T* all = static_cast<const T*>(upstream.data_ptr());
+    std::vector<int64_t> listed;
+    std::vector<T> given;
+    for (int64_t p = 0; p < args.pair_count; ++p) {
+      if (all[p] == 0) continue;
+      listed.push_back(args.image_of(p));
+      listed.push_back(args.caption_of(p));
+      given.push_back(all[p]);
+    }
+    args.pair_count = static_cast<int64_t>(given.size());
+    const Sorted sorted(listed.data(), args.pair_count);
+    std::vector<T> in_order(args.pair_count);
+    for (int64_t p = 0; p < args.pair_count; ++p) in_order[p] = given[sorted.order[p]];
+    args.pairs = sorted.pairs.data();
+    args.grad_scores = in_order.data();
+    backward(args, shares(sorted.pairs, torch::stable::get_num_threads()), grads);
+  });
+  return {grads[0], grads[1], grads[2], grads[3],  grads[4],  grads[5],  grads[6],
+          grads[7], grads[8], grads[9], grads[10], grads[11], grads[12], grads[13]};
 }
 
 }  // namespace
 }  // namespace pcsr
 
-PCSR_CPU_IMPL(m) { m.impl("sgr", TORCH_BOX(&pcsr::sgr_on_cpu)); }
+PCSR_CPU_IMPL(m) {
+  m.impl("sgr", TORCH_BOX(&pcsr::sgr_on_cpu));
+  m.impl("sgr_backward", TORCH_BOX(&pcsr::sgr_backward_on_cpu));
+}
 
 #endif

@@ -14,4 +14,12 @@ PCSR_DECLARE_KERNEL(template <typename T> void, sgr_pack, const SgrArgs<T>& args
 PCSR_DECLARE_KERNEL(template <typename T> void, sgr_forward, const SgrArgs<T>& args, const T* packed, T* workspace,
                     int64_t begin, int64_t end)
 
+// the same for backward
+PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_backward_packed_size, const SgrArgs<T>& args)
+PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_backward_workspace_size, const SgrArgs<T>& args)
+PCSR_DECLARE_KERNEL(template <typename T> void, sgr_backward_pack, const SgrArgs<T>& args, T* packed)
+// adds the gradients of pairs [begin, end), given in the order of their images
+PCSR_DECLARE_KERNEL(template <typename T> void, sgr_backward, const SgrArgs<T>& args, const SgrGrads<T>& grads,
+                    const T* packed, T* workspace, int64_t begin, int64_t end)
+
 }  // namespace pcsr
