@@ -11,6 +11,8 @@ namespace pcsr::PCSR_ISA {
 namespace {
 
 constexpr int64_t kTileWords = 96;
+// larger, because every tile of backward reads and writes the gradients of all weights
+constexpr int64_t kBackTileWords = 192;
 constexpr int64_t kTilePairs = 32;
 
 template <typename T>
@@ -19,8 +21,8 @@ int64_t padded(int64_t columns) {
 }
 
 template <typename T>
-int64_t tile_words(const SgrArgs<T>& a) {
-  return a.longest > kTileWords ? a.longest : kTileWords;
+int64_t tile_words(const SgrArgs<T>& a, int64_t usual) {
+  return a.longest > usual ? a.longest : usual;
 }
 
 // hands out parts of one piece of memory; without memory it only counts
@@ -90,8 +92,8 @@ struct Work {
   T* edges;       // [longest + 1]
   T* norms;       // [padded regions]
 
-  Work(const SgrArgs<T>& a, Arena<T>& arena) {
-    const int64_t words = tile_words(a), pairs = kTilePairs, r = padded<T>(a.region_count), s = padded<T>(a.nodes);
+  Work(const SgrArgs<T>& a, int64_t words, Arena<T>& arena) {
+    const int64_t pairs = kTilePairs, r = padded<T>(a.region_count), s = padded<T>(a.nodes);
     const int64_t blocks = (a.dim + kDepth - 1) / kDepth;
     regions_t = arena.take(packed_size<T>(a.dim, a.region_count));
     regions = arena.take(blocks * packed_size<T>(a.region_count, kDepth));
@@ -370,8 +372,8 @@ struct BackWork : Work<T> {
   T* packed_words;                                  // packed [longest, dim]
   int64_t rows, cells;
 
-  BackWork(const SgrArgs<T>& a, Arena<T>& arena) : Work<T>(a, arena) {
-    const int64_t words = tile_words(a), pairs = kTilePairs, r = padded<T>(a.region_count), s = padded<T>(a.nodes);
+  BackWork(const SgrArgs<T>& a, int64_t words, Arena<T>& arena) : Work<T>(a, words, arena) {
+    const int64_t pairs = kTilePairs, r = padded<T>(a.region_count), s = padded<T>(a.nodes);
     const int64_t most = words > pairs ? words : pairs;
     rows = words + pairs;
     cells = rows * (a.longest + 1);
@@ -397,7 +399,6 @@ struct BackWork : Work<T> {
     d_dim = arena.take(most * a.dim);
     d_soft = arena.take(words * r);
     packed_rows = arena.take(packed_size<T>(rows, a.dim > a.nodes ? a.dim : a.nodes));
-    packed_words = arena.take(packed_size<T>(a.longest, a.dim));
   }
 };
 
@@ -467,64 +468,85 @@ void align_kept(const SgrArgs<T>& a, BackWork<T>& w, int64_t pair, const T* word
   }
 }
 
-// gradients of one pair's words and regions, from that of the squared differences in w.d_dim
+// gradient of soft = softmax(9 l2(leaky relu(raw))) of one pair, in place; the norm is over the words of each region
 template <typename T>
-void backward_align(const SgrArgs<T>& a, const SgrGrads<T>& g, BackWork<T>& w, int64_t pair, int64_t image,
-                    int64_t first_word, int64_t row, int64_t n) {
-  const int64_t r = padded<T>(a.region_count), d = a.dim, regions = a.region_count;
-  const T* words = a.words + first_word * d;
-  T* d_words = g.words + first_word * d;
-  T* d_regions = g.regions + image * regions * d;
-  T* d_context = w.d_dim + row * d;
-  for (int64_t l = 0; l < n; ++l) {
-    const T* __restrict context = w.aligned + (row + l) * d;
-    const T* __restrict word = words + l * d;
-    T* __restrict grad = d_context + l * d;
-    T* __restrict d_word = d_words + l * d;
-    for (int64_t k = 0; k < d; ++k) {
-      grad[k] *= 2 * (context[k] - word[k]);
-      d_word[k] -= grad[k];
-    }
-    backward_l2(context, w.context_scale[row + l], grad, d);
-  }
-  // context = soft regions
-  T* d_soft = w.d_soft + row * r;
-  const T* soft = w.soft + row * r;
-  const T* raw = w.raw + row * r;
-  gemm(n, r, d, d_context, d, 1, w.regions_t, d_soft, r);
-  pack(d_context, d, 1, n, d, w.packed_words);
-  gemm(regions, d, n, soft, 1, r, w.packed_words, d_regions, d, true);
-  // soft = softmax(9 l2(leaky relu(raw))), the norm over the words of each region
+void backward_attend(const SgrArgs<T>& a, const BackWork<T>& w, int64_t pair, int64_t row, int64_t n) {
+  const int64_t r = padded<T>(a.region_count);
   T* __restrict along = w.norms;
   const T* __restrict scale = w.region_scale + pair * r;
   for (int64_t k = 0; k < r; ++k) along[k] = 0;
-  for (int64_t l = 0; l < n; ++l) {
-    T* __restrict grad = d_soft + l * r;
-    const T* __restrict p = soft + l * r;
-    const T* __restrict x = raw + l * r;
-    const T mean = dot(p, grad, regions);
+  for (int64_t l = row; l < row + n; ++l) {
+    T* __restrict grad = w.d_soft + l * r;
+    const T* __restrict p = w.soft + l * r;
+    const T* __restrict x = w.raw + l * r;
+    const T mean = dot(p, grad, r);
     for (int64_t k = 0; k < r; ++k) {
       grad[k] = 9 * p[k] * (grad[k] - mean);
       along[k] += grad[k] * scale[k] * (x[k] > 0 ? x[k] : static_cast<T>(0.1) * x[k]);
     }
   }
   for (int64_t k = 0; k < r; ++k) along[k] /= 1 - static_cast<T>(1e-8) * scale[k];
-  for (int64_t l = 0; l < n; ++l) {
-    T* __restrict grad = d_soft + l * r;
-    const T* __restrict x = raw + l * r;
+  for (int64_t l = row; l < row + n; ++l) {
+    T* __restrict grad = w.d_soft + l * r;
+    const T* __restrict x = w.raw + l * r;
     for (int64_t k = 0; k < r; ++k) {
       const T slope = x[k] > 0 ? T{1} : static_cast<T>(0.1);
       grad[k] = slope * scale[k] * (grad[k] - along[k] * scale[k] * slope * x[k]);
     }
   }
-  // raw = words regions'
-  pack(words, d, 1, n, d, w.packed_words);
-  gemm(regions, d, n, d_soft, 1, r, w.packed_words, d_regions, d, true);
-  for (int64_t from = 0, block = 0; from < d; from += kDepth, ++block) {
-    const int64_t some = d - from < kDepth ? d - from : kDepth;
-    const T* packed = w.regions + block * packed_size<T>(regions, kDepth);
-    gemm(n, some, regions, d_soft, r, 1, packed, d_words + from, d, true);
+}
+
+// gradients of the words and regions of pairs [from, to) of a tile, all of one image, from that of the squared
+// differences in w.d_dim; row is that of their first word
+template <typename T>
+void backward_align(const SgrArgs<T>& a, const SgrGrads<T>& g, BackWork<T>& w, int64_t first, int64_t from, int64_t to,
+                    int64_t row) {
+  const int64_t r = padded<T>(a.region_count), d = a.dim, regions = a.region_count, image = a.image_of(first + from);
+  T* d_regions = g.regions + image * regions * d;
+  prepare_image(a, w, image);
+  // calls visit(place among all words, place in the tile) for every word
+  const auto each_word = [&](const auto& visit) {
+    int64_t at = row;
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t c = a.caption_of(first + i);
+      for (int64_t l = a.offsets[c]; l < a.offsets[c + 1]; ++l) visit(l * d, at++ * d);
+    }
+    return at - row;
+  };
+  const int64_t n = each_word([&](int64_t word, int64_t at) {
+    const T* __restrict context = w.aligned + at;
+    const T* __restrict given = a.words + word;
+    T* __restrict grad = w.d_dim + at;
+    T* __restrict d_word = g.words + word;
+    for (int64_t k = 0; k < d; ++k) {
+      grad[k] *= 2 * (context[k] - given[k]);
+      d_word[k] -= grad[k];
+    }
+    backward_l2(context, w.context_scale[at / d], grad, d);
+  });
+  // context = soft regions
+  T* d_dim = w.d_dim + row * d;
+  T* d_soft = w.d_soft + row * r;
+  gemm(n, r, d, d_dim, d, 1, w.regions_t, d_soft, r);
+  add_outer(w.soft + row * r, r, regions, d_dim, d, d, n, w.packed_rows, d_regions);
+  for (int64_t i = from, at = row; i < to; ++i) {
+    const int64_t c = a.caption_of(first + i), length = a.offsets[c + 1] - a.offsets[c];
+    backward_attend(a, w, i, at, length);
+    at += length;
   }
+  // raw = words regions'
+  each_word([&](int64_t word, int64_t at) { std::memcpy(w.d_dim + at, a.words + word, d * sizeof(T)); });
+  add_outer(d_soft, r, regions, d_dim, d, d, n, w.packed_rows, d_regions);
+  for (int64_t start = 0, block = 0; start < d; start += kDepth, ++block) {
+    const int64_t some = d - start < kDepth ? d - start : kDepth;
+    const T* packed = w.regions + block * packed_size<T>(regions, kDepth);
+    gemm(n, some, regions, d_soft, r, 1, packed, d_dim + start, d);
+  }
+  each_word([&](int64_t word, int64_t at) {
+    const T* __restrict grad = w.d_dim + at;
+    T* __restrict d_word = g.words + word;
+    for (int64_t k = 0; k < d; ++k) d_word[k] += grad[k];
+  });
 }
 
 // recomputes the pairs [first, last) and adds their gradients
@@ -704,17 +726,17 @@ void backward_tile(const SgrArgs<T>& a, const SgrGrads<T>& g, const BackPacked<T
   }
   gemm(words, d, m, w.local, s, 1, p.loc_back, w.d_dim, d);
   word = 0;
-  for (int64_t i = 0; i < pairs; ++i) {
-    prepare_image(a, w, a.image_of(first + i));
-    backward_align(a, g, w, i, a.image_of(first + i), a.offsets[a.caption_of(first + i)], word, length(i));
-    word += length(i);
+  for (int64_t from = 0, to = 0; from < pairs; from = to) {
+    int64_t n = 0;
+    for (; to < pairs && a.image_of(first + to) == a.image_of(first + from); ++to) n += length(to);
+    backward_align(a, g, w, first, from, to, word);
+    word += n;
   }
 }
 
-// calls visit(first, last) for tiles of pairs whose words fit the workspace
+// calls visit(first, last) for tiles of pairs with at most that many words
 template <typename T, typename Visit>
-void for_tiles(const SgrArgs<T>& a, int64_t begin, int64_t end, const Visit& visit) {
-  const int64_t most = tile_words(a);
+void for_tiles(const SgrArgs<T>& a, int64_t most, int64_t begin, int64_t end, const Visit& visit) {
   for (int64_t first = begin; first < end;) {
     int64_t last = first, words = 0;
     for (; last < end && last - first < kTilePairs; ++last) {
@@ -739,7 +761,7 @@ int64_t sgr_packed_size(const SgrArgs<T>& a) {
 template <typename T>
 int64_t sgr_workspace_size(const SgrArgs<T>& a) {
   Arena<T> arena(nullptr);
-  Work<T>(a, arena);
+  Work<T>(a, tile_words(a, kTileWords), arena);
   return arena.used();
 }
 
@@ -765,8 +787,9 @@ template <typename T>
 void sgr_forward(const SgrArgs<T>& a, const T* packed, T* workspace, int64_t begin, int64_t end) {
   Arena<T> weights(const_cast<T*>(packed)), arena(workspace);
   const Packed<T> p(a, weights);
-  Work<T> w(a, arena);
-  for_tiles(a, begin, end, [&](int64_t first, int64_t last) { score_tile(a, p, w, first, last); });
+  const int64_t words = tile_words(a, kTileWords);
+  Work<T> w(a, words, arena);
+  for_tiles(a, words, begin, end, [&](int64_t first, int64_t last) { score_tile(a, p, w, first, last); });
 }
 
 template <typename T>
@@ -779,7 +802,7 @@ int64_t sgr_backward_packed_size(const SgrArgs<T>& a) {
 template <typename T>
 int64_t sgr_backward_workspace_size(const SgrArgs<T>& a) {
   Arena<T> arena(nullptr);
-  BackWork<T>(a, arena);
+  BackWork<T>(a, tile_words(a, kBackTileWords), arena);
   return arena.used();
 }
 
@@ -802,8 +825,9 @@ void sgr_backward(const SgrArgs<T>& a, const SgrGrads<T>& g, const T* packed, T*
                   int64_t end) {
   Arena<T> weights(const_cast<T*>(packed)), arena(workspace);
   const BackPacked<T> p(a, weights);
-  BackWork<T> w(a, arena);
-  for_tiles(a, begin, end, [&](int64_t first, int64_t last) { backward_tile(a, g, p, w, first, last); });
+  const int64_t words = tile_words(a, kBackTileWords);
+  BackWork<T> w(a, words, arena);
+  for_tiles(a, words, begin, end, [&](int64_t first, int64_t last) { backward_tile(a, g, p, w, first, last); });
 }
 
 #define PCSR_INSTANTIATE(T)                                                        \
