@@ -6,18 +6,22 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from pcsr_fast.ops import TallyState, gce, tally, triplet
+from pcsr_fast.ops import OPS, TallyState, gce, tally, triplet
 
 
 @dataclass(frozen=True)
 class Task:
-    # with the arguments of the op, like the baselines; a loss if the op has a gradient, and then backward is timed too
+    name: str
+    # with the arguments of the op, like the baselines; a loss if the gradient is timed too
     call: Callable
     baselines: tuple[Callable, ...]
     # new input in place, before every timed call
-    renew: Callable
+    renew: Callable = lambda *args: None
+    gradient: bool = True
     # results in which a baseline may differ
     may_differ: tuple[int, ...] = ()
+    # shape on which all are compared before they are timed, if that would take too long on the timed one
+    gate: str | None = None
 
 
 def argmax_index_put_topk(votes, ids, counts, n_max, argmax, n_second):
@@ -102,24 +106,69 @@ def compiled(function: Callable) -> Callable:
     return run
 
 
+def sgr_step(scores_of: Callable, mode: str) -> Callable:
+    """The loss of a training step on top of scores."""
+
+    def loss(*args):
+        return triplet(scores_of(*args).view(len(args[0]), -1), 0.2, mode)
+
+    loss.__name__ = scores_of.__name__
+    return loss
+
+
+def sgr_fused(*args):
+    return OPS["sgr"](*args)
+
+
 TASKS = {
-    "tally": Task(
-        call=lambda votes, ids, *state: tally(votes, ids, TallyState(*state)),
-        baselines=(argmax_index_put_topk, argmax_scatter_add_topk),
-        renew=renew_tally,
-        # topk names any of the classes that tie for argmax
-        may_differ=(3,),
-    ),
-    "triplet": Task(
-        call=lambda scores, margin, image_ids, caption_ids, hardest: triplet(
-            scores, margin, "hardest" if hardest else "mean", image_ids, caption_ids
+    "tally": (
+        Task(
+            name="update",
+            call=lambda votes, ids, *state: tally(votes, ids, TallyState(*state)),
+            baselines=(argmax_index_put_topk, argmax_scatter_add_topk),
+            renew=renew_tally,
+            gradient=False,
+            # topk names any of the classes that tie for argmax
+            may_differ=(3,),
         ),
-        baselines=(triplet_eager, compiled(triplet_eager)),
-        renew=lambda scores, *rest: scores.data.uniform_(),
     ),
-    "gce": Task(
-        call=lambda image_logits, text_logits, gamma, means: gce(image_logits, text_logits, gamma),
-        baselines=(gce_eager, compiled(gce_eager)),
-        renew=lambda image_logits, text_logits, *rest: (image_logits.data.normal_(), text_logits.data.normal_()),
+    "triplet": (
+        Task(
+            name="loss and gradient",
+            call=lambda scores, margin, image_ids, caption_ids, hardest: triplet(
+                scores, margin, "hardest" if hardest else "mean", image_ids, caption_ids
+            ),
+            baselines=(triplet_eager, compiled(triplet_eager)),
+            renew=lambda scores, *rest: scores.data.uniform_(),
+        ),
+    ),
+    "gce": (
+        Task(
+            name="loss and gradient",
+            call=lambda image_logits, text_logits, gamma, means: gce(image_logits, text_logits, gamma),
+            baselines=(gce_eager, compiled(gce_eager)),
+            renew=lambda image_logits, text_logits, *rest: (image_logits.data.normal_(), text_logits.data.normal_()),
+        ),
+    ),
+    "sgr": (
+        Task(
+            name="scores",
+            call=lambda *args: sgr_fused(*args).view(len(args[0]), -1),
+            baselines=(sgr_caption_loop,),
+            gradient=False,
+            gate="odd",
+        ),
+        Task(
+            name="step, hardest negatives",
+            call=sgr_step(sgr_fused, "hardest"),
+            baselines=(sgr_step(sgr_caption_loop, "hardest"),),
+            gate="odd_square",
+        ),
+        Task(
+            name="step, mean of negatives",
+            call=sgr_step(sgr_fused, "mean"),
+            baselines=(sgr_step(sgr_caption_loop, "mean"),),
+            gate="odd_square",
+        ),
     ),
 }

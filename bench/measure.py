@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).with_name("results")
-KEY = ("op", "shape", "dtype", "device", "threads", "contender", "baseline")
+KEY = ("op", "shape", "task", "dtype", "device", "threads", "contender", "baseline")
 
 
 def interleaved(contenders: dict[str, Callable[[], object]], prepare: Callable[[str], None], seconds: float) -> dict:
@@ -22,7 +22,7 @@ def interleaved(contenders: dict[str, Callable[[], object]], prepare: Callable[[
         call()
     names = [*contenders]
     start = time.perf_counter()
-    while time.perf_counter() - start < seconds or len(times[names[0]]) < 5:
+    while time.perf_counter() - start < seconds or len(times[names[0]]) < 3:
         # no contender always runs behind the same one
         names.append(names.pop(0))
         for name in names:

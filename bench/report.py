@@ -16,9 +16,10 @@ def table(results: Path) -> str:
         with path.open(newline="") as file:
             rows = [*csv.DictReader(file)]
         lines += [f"`{path.stem}`, torch {rows[0]['torch']}:", ""]
-        lines += ["| op | sizes | backend | median | against | speed-up |", "| --- | --- | --- | --- | --- | --- |"]
+        lines += ["| op | task | sizes | backend | median | against | speed-up |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
         lines += [
-            f"| {r['op']} | {r['sizes']} | {r['contender']}, {r['device']}, {r['threads']} threads "
+            f"| {r['op']} | {r['task']} | {r['sizes']} | {r['contender']}, {r['device']}, {r['threads']} threads "
             f"| {float(r['median_us']):,.0f} us | {r['baseline']} ({float(r['baseline_median_us']):,.0f} us) "
             f"| {float(r['speedup']):.1f} x |"
             for r in rows

@@ -267,6 +267,7 @@ OP = register(
         shapes={
             "tiny": dict(images=2, captions=3, regions=1, words=2, dim=3, nodes=2, steps=1, pairs=0),
             "odd": dict(images=5, captions=6, regions=7, words=5, dim=37, nodes=19, steps=3, pairs=0),
+            "odd_square": dict(images=5, captions=5, regions=7, words=5, dim=37, nodes=19, steps=2, pairs=0),
             "odd_pairs": dict(images=5, captions=6, regions=7, words=5, dim=37, nodes=19, steps=3, pairs=11),
             "f30k_64": dict(images=64, captions=64, regions=36, words=14, dim=1024, nodes=256, steps=3, pairs=0),
             "f30k_128": dict(images=128, captions=128, regions=36, words=14, dim=1024, nodes=256, steps=3, pairs=0),
