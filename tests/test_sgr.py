@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pcsr_fast import SgrWeights, sgr, triplet, use_backend
 from pcsr_fast.ops import OPS
-from pcsr_fast.ops.verify import mismatch
+from pcsr_fast.ops.verify import copies, mismatch, results
 
 OP = OPS["sgr"]
 
@@ -76,7 +76,8 @@ def test_definition(chosen, steps, generator):
     st.integers(1, 3), st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 64), st.integers(1, 40),
     st.integers(1, 40), st.integers(1, 3), st.booleans(), st.integers(0, 100),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+# always the same draws: in float32 a relu at its kink may fall on either side
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_sizes(images, lengths, regions, dim, nodes, steps, listed, seed):
     captions = len(lengths)
     for dtype in (torch.float32, torch.float64):
@@ -87,9 +88,21 @@ def test_any_sizes(images, lengths, regions, dim, nodes, steps, listed, seed):
         args[1] = torch.randn(sum(lengths), dim, dtype=dtype, generator=torch.Generator().manual_seed(seed))
         if listed:
             args[-1] = torch.tensor([[images - 1, captions - 1], [0, 0], [0, captions - 1]])
-        # drawn sizes can be so badly conditioned that gradients in float32 are mostly rounding
-        skip = () if dtype == torch.float64 else tuple(range(1, 15))
-        assert not mismatch(OP, OP.implementation("native"), tuple(args), dtype, skip)
+        if dtype == torch.float64:
+            assert not mismatch(OP, OP.implementation("native"), tuple(args), dtype)
+            continue
+        # few dimensions are badly conditioned: the order of the regions alone changes the reference's error fourfold
+        exact, plain, got = (
+            results(OP, function, copies(tuple(args), to))
+            for function, to in (
+                (OP.reference, torch.float64),
+                (OP.reference, None),
+                (OP.implementation("native"), None),
+            )
+        )
+        for want, usual, have in zip(exact, plain, got, strict=True):
+            allowed = 20 * (usual - want).abs().max() + 1e-4 * (1 + want.abs().max())
+            assert (have - want).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("chosen", ["reference", "native"])
