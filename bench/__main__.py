@@ -1,6 +1,7 @@
 """`python -m bench`: every op against its baselines. What is wrong is not timed; results go to bench/results."""
 
 import argparse
+import statistics
 import sys
 from functools import partial
 
@@ -8,10 +9,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bench.baselines import TASKS, Task
-from bench.measure import RESULTS, interleaved, machine, save, summary
+from bench.measure import RESULTS, extra_memory, interleaved, machine, save, summary
 from pcsr_fast import backend
 from pcsr_fast.ops import OPS
 from pcsr_fast.ops.verify import copies, mismatch
+
+
+# a call with this many flops is compared with the speed of torch.mm on square matrices
+HEAVY, SQUARE, MM = 10**9, 2048, "torch.mm"
 
 
 def is_test_shape(shape: str) -> bool:
@@ -70,9 +75,26 @@ def bench_task(op, task: Task, shape: str, device: str, seconds: float) -> tuple
         # baselines may end in an op of ours, which is then as fast as it can be
         backend.set_backend(name if name in kernels else "auto")
 
+    least = op.cost(*args)
+    if least.flops > HEAVY and not task.gradient:
+        square = torch.randn(SQUARE, SQUARE, device=device)
+        calls[MM] = partial(torch.mm, square, square)
+        own[MM] = args
+    memory = {}
+    for name, call in calls.items():
+        prepare(name)
+        # the first call may compile
+        call()
+        memory[name] = extra_memory(call)
     times = interleaved(calls, prepare, seconds)
     backend.set_backend("auto")
-    least = op.cost(*args)
+
+    def share_of_mm(kernel: str) -> str:
+        if MM not in times:
+            return ""
+        rate = least.flops / statistics.median(times[kernel])
+        return f"{rate / (2 * SQUARE**3 / statistics.median(times[MM])):.2f}"
+
     rows = [
         {
             "op": op.name,
@@ -84,6 +106,9 @@ def bench_task(op, task: Task, shape: str, device: str, seconds: float) -> tuple
             "contender": kernel,
             "baseline": baseline.__name__,
             **summary(times[kernel], times[baseline.__name__]),
+            "extra_mb": f"{memory[kernel] / 1e6:.1f}",
+            "baseline_extra_mb": f"{memory[baseline.__name__] / 1e6:.1f}",
+            "share_of_mm": share_of_mm(kernel),
             "sizes": " ".join(f"{k}={v}" for k, v in op.shapes[shape].items()),
             "least_bytes": str(least.bytes),
             "least_flops": str(least.flops),
@@ -114,7 +139,9 @@ def main() -> int:
                 for row in found:
                     print(
                         f"{row['op']:8}{row['shape']:12}{row['task']:26}{row['contender']:8}{row['median_us']:>12} us"
-                        f"{row['speedup']:>8} x  {row['baseline']} ({row['baseline_median_us']} us)",
+                        f"{row['speedup']:>8} x  {row['baseline']} ({row['baseline_median_us']} us), extra memory {row['extra_mb']} MB"
+                        f" ({row['baseline_extra_mb']} MB)"
+                        + (f", {row['share_of_mm']} of torch.mm" if row["share_of_mm"] else ""),
                         flush=True,
                     )
                 for problem in problems:

@@ -1,6 +1,7 @@
 """How a time is taken and kept: contenders in turn, medians, one CSV per machine whose rows are replaced."""
 
 import csv
+import ctypes
 import platform
 import re
 import statistics
@@ -15,11 +16,8 @@ KEY = ("op", "shape", "task", "dtype", "device", "threads", "contender", "baseli
 
 
 def interleaved(contenders: dict[str, Callable[[], object]], prepare: Callable[[str], None], seconds: float) -> dict:
-    """Times of each contender, one call after the other in turn, for about this long in all."""
+    """Times of each contender, one call after the other in turn, for about this long in all; all have run before."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name, call in contenders.items():
-        prepare(name)
-        call()
     names = [*contenders]
     start = time.perf_counter()
     while time.perf_counter() - start < seconds or len(times[names[0]]) < 3:
@@ -33,6 +31,28 @@ def interleaved(contenders: dict[str, Callable[[], object]], prepare: Callable[[
             synchronize()
             times[name].append(time.perf_counter() - before)
     return times
+
+
+def extra_memory(call: Callable[[], object]) -> int:
+    """Bytes beyond what is held before, at the peak of one call; 0 where the system does not tell."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        # what was freed goes back to the system, then the peak starts anew at what is resident
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return 0
+    before = resident("VmRSS")
+    call()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    return int(re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) * 1024
 
 
 def synchronize() -> None:

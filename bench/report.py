@@ -16,16 +16,21 @@ def table(results: Path) -> str:
         with path.open(newline="") as file:
             rows = [*csv.DictReader(file)]
         lines += [f"`{path.stem}`, torch {rows[0]['torch']}:", ""]
-        lines += ["| op | task | sizes | backend | median | against | speed-up |"]
-        lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+        lines += ["| op | task | sizes | backend | median | against | speed-up | extra memory |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
         lines += [
             f"| {r['op']} | {r['task']} | {r['sizes']} | {r['contender']}, {r['device']}, {r['threads']} threads "
             f"| {float(r['median_us']):,.0f} us | {r['baseline']} ({float(r['baseline_median_us']):,.0f} us) "
-            f"| {float(r['speedup']):.1f} x |"
+            f"| {float(r['speedup']):.1f} x | {megabytes(r)} |"
             for r in rows
         ]
         lines.append("")
     return "\n".join(lines)
+
+
+def megabytes(row: dict[str, str]) -> str:
+    """Of the contender and of the baseline."""
+    return f"{float(row['extra_mb']):,.0f} / {float(row['baseline_extra_mb']):,.0f} MB" if row.get("extra_mb") else ""
 
 
 def write(readme: Path, results: Path) -> None:

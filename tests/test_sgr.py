@@ -105,6 +105,17 @@ def test_any_sizes(images, lengths, regions, dim, nodes, steps, listed, seed):
             assert (have - want).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_sizes_beyond_a_block(listed):
+    """More of everything than a tile or a block of a product holds."""
+    args = [*sample(images=10, captions=3, regions=70, dim=530, nodes=270, steps=2)]
+    args[2] = torch.tensor([0, 400, 401, 420])
+    args[1] = torch.randn(420, 530, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if listed:
+        args[-1] = torch.tensor([[b, (7 * b) % 3] for b in range(10)] * 2)
+    assert not mismatch(OP, OP.implementation("native"), tuple(args), torch.float64)
+
+
 @pytest.mark.parametrize("chosen", ["reference", "native"])
 @pytest.mark.parametrize("pairs", [0, 7])
 def test_gradcheck(chosen, pairs):

@@ -158,9 +158,9 @@ Inputs checked(const Tensor& regions, const Tensor& words, const Tensor& offsets
 template <typename T>
 void forward(const SgrArgs<T>& args) {
   const auto score = PCSR_KERNEL(sgr_forward<T>);
-  const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_packed_size<T>)(args)]);
-  PCSR_KERNEL(sgr_pack<T>)(args, packed.get());
-  const int64_t workspace = PCSR_KERNEL(sgr_workspace_size<T>)(args), threads = torch::stable::get_num_threads();
+  const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_packed_size<T>)(args, false)]);
+  PCSR_KERNEL(sgr_pack<T>)(args, false, packed.get());
+  const int64_t workspace = PCSR_KERNEL(sgr_workspace_size<T>)(args, false), threads = torch::stable::get_num_threads();
   // an image's captions, or a share that keeps all threads busy to the end
   const int64_t part = args.pairs ? std::max<int64_t>(8, args.pair_count / (8 * threads)) : args.captions;
   std::atomic<int64_t> next{0};
@@ -191,9 +191,9 @@ std::vector<int64_t> shares(const std::vector<int64_t>& pairs, int64_t threads) 
 template <typename T>
 void backward(const SgrArgs<T>& args, const std::vector<int64_t>& begins, const std::vector<Tensor>& grads) {
   const auto add = PCSR_KERNEL(sgr_backward<T>);
-  const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_backward_packed_size<T>)(args)]);
-  PCSR_KERNEL(sgr_backward_pack<T>)(args, packed.get());
-  const int64_t workspace = PCSR_KERNEL(sgr_backward_workspace_size<T>)(args);
+  const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_packed_size<T>)(args, true)]);
+  PCSR_KERNEL(sgr_pack<T>)(args, true, packed.get());
+  const int64_t workspace = PCSR_KERNEL(sgr_workspace_size<T>)(args, true);
   const int64_t threads = static_cast<int64_t>(begins.size()) - 1;
   // regions and image_globals have one writer for each image; of the others each thread but the first has its own
   std::vector<std::vector<std::unique_ptr<T[]>>> own(threads);

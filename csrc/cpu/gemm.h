@@ -67,6 +67,30 @@ static inline void store(T* to, typename Simd<T>::Vector v) {
   std::memcpy(to, &v, sizeof v);
 }
 
+// count values and zeros; count may be any number
+template <typename T>
+static inline typename Simd<T>::Vector load_part(const T* from, int64_t count) {
+  if (count >= Simd<T>::kLanes) return load(from);
+  T some[Simd<T>::kLanes] = {};
+  for (int64_t n = 0; n < count; ++n) some[n] = from[n];
+  return load(some);
+}
+
+// to[0 .. count) += the values of left and right
+template <typename T>
+static inline void add_part(T* to, int64_t count, typename Simd<T>::Vector left, typename Simd<T>::Vector right) {
+  constexpr int kLanes = Simd<T>::kLanes;
+  if (count >= kPanel<T>) {
+    store(to, load(to) + left);
+    store(to + kLanes, load(to + kLanes) + right);
+    return;
+  }
+  T both[kPanel<T>];
+  store(both, left);
+  store(both + kLanes, right);
+  for (int64_t n = 0; n < count; ++n) to[n] += both[n];
+}
+
 // sum over k of a(r, k) panel(k, :) for kRows rows
 template <int kRows, typename T>
 static inline __attribute__((always_inline)) void accumulate(const T* a, int64_t row_stride, int64_t k_stride,
@@ -132,11 +156,8 @@ static inline void gemm(int64_t rows, int64_t columns, int64_t depth, const T* a
     const auto finish = [=](int64_t row, int64_t column, typename Simd<T>::Vector left,
                             typename Simd<T>::Vector right) {
       T* to = c + row * c_stride + column;
+      if (!fresh) return add_part(to, columns - column, left, right);
       if (column + kPanel<T> <= columns) {
-        if (!fresh) {
-          left += load(to);
-          right += load(to + kLanes);
-        }
         store(to, left);
         store(to + kLanes, right);
         return;
@@ -144,7 +165,7 @@ static inline void gemm(int64_t rows, int64_t columns, int64_t depth, const T* a
       T both[kPanel<T>];
       store(both, left);
       store(both + kLanes, right);
-      for (int64_t n = 0; n < columns - column; ++n) to[n] = fresh ? both[n] : to[n] + both[n];
+      for (int64_t n = 0; n < columns - column; ++n) to[n] = both[n];
     };
     for (int64_t column = 0; column < columns; column += kPanel<T>, packed += some * kPanel<T>) {
       panel_product(rows, some, a + from * k_stride, row_stride, k_stride, packed, kPanel<T>, column, finish);

@@ -5,19 +5,14 @@
 
 namespace pcsr {
 
-// how many values the packed weights and the workspace of a thread take
-PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_packed_size, const SgrArgs<T>& args)
-PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_workspace_size, const SgrArgs<T>& args)
+// how many values the packed weights and the workspace of a thread take, for forward or for backward
+PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_packed_size, const SgrArgs<T>& args, bool backward)
+PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_workspace_size, const SgrArgs<T>& args, bool backward)
 // the weights in the layout of the products; once a call
-PCSR_DECLARE_KERNEL(template <typename T> void, sgr_pack, const SgrArgs<T>& args, T* packed)
-// scores of pairs [begin, end)
+PCSR_DECLARE_KERNEL(template <typename T> void, sgr_pack, const SgrArgs<T>& args, bool backward, T* packed)
+// scores of pairs [begin, end), given in the order of their images
 PCSR_DECLARE_KERNEL(template <typename T> void, sgr_forward, const SgrArgs<T>& args, const T* packed, T* workspace,
                     int64_t begin, int64_t end)
-
-// the same for backward
-PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_backward_packed_size, const SgrArgs<T>& args)
-PCSR_DECLARE_KERNEL(template <typename T> int64_t, sgr_backward_workspace_size, const SgrArgs<T>& args)
-PCSR_DECLARE_KERNEL(template <typename T> void, sgr_backward_pack, const SgrArgs<T>& args, T* packed)
 // adds the gradients of pairs [begin, end), given in the order of their images
 PCSR_DECLARE_KERNEL(template <typename T> void, sgr_backward, const SgrArgs<T>& args, const SgrGrads<T>& grads,
                     const T* packed, T* workspace, int64_t begin, int64_t end)
