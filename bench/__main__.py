@@ -14,7 +14,6 @@ from pcsr_fast import backend
 from pcsr_fast.ops import OPS
 from pcsr_fast.ops.verify import copies, mismatch
 
-
 # a call with this many flops is compared with the speed of torch.mm on square matrices
 HEAVY, SQUARE, MM = 10**9, 2048, "torch.mm"
 
@@ -120,6 +119,15 @@ def bench_task(op, task: Task, shape: str, device: str, seconds: float) -> tuple
     return rows, []
 
 
+def line(row: dict[str, str]) -> str:
+    return (
+        f"{row['op']:8}{row['shape']:12}{row['task']:26}{row['contender']:8}{row['median_us']:>12} us"
+        f"{row['speedup']:>8} x  {row['baseline']} ({row['baseline_median_us']} us), "
+        f"extra memory {row['extra_mb']} MB ({row['baseline_extra_mb']} MB)"
+        + (f", {row['share_of_mm']} of torch.mm" if row["share_of_mm"] else "")
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--op", choices=[*OPS], action="append", help="only this op; may be repeated")
@@ -137,13 +145,7 @@ def main() -> int:
             for task in TASKS[name]:
                 found, problems = bench_task(OPS[name], task, shape, options.device, options.seconds)
                 for row in found:
-                    print(
-                        f"{row['op']:8}{row['shape']:12}{row['task']:26}{row['contender']:8}{row['median_us']:>12} us"
-                        f"{row['speedup']:>8} x  {row['baseline']} ({row['baseline_median_us']} us), extra memory {row['extra_mb']} MB"
-                        f" ({row['baseline_extra_mb']} MB)"
-                        + (f", {row['share_of_mm']} of torch.mm" if row["share_of_mm"] else ""),
-                        flush=True,
-                    )
+                    print(line(row), flush=True)
                 for problem in problems:
                     print(f"WRONG, not timed: {problem}", file=sys.stderr)
                 rows += found
