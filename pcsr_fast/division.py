@@ -1,0 +1,212 @@
+"""Which pairs are clean, refinable or ambiguous: evaluation pass, mixture of losses, consistency of pseudo-labels."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pcsr_fast.config import Config
+from pcsr_fast.data.loader import Batch
+from pcsr_fast.data.split import Split
+from pcsr_fast.model import Network
+from pcsr_fast.ops import TallyState, label_similarity, tally, triplet
+
+CLEAN, REFINABLE, AMBIGUOUS = range(3)
+
+
+class Evaluation(NamedTuple):
+    """What the evaluation pass of one network says of every pair, and how healthy its pseudo-labels are."""
+
+    losses: np.ndarray  # float32 [N]
+    image_labels: np.ndarray  # int32 [N_img], -1 for an image without a pair
+    caption_labels: np.ndarray  # int32 [N]
+    likeness: np.ndarray  # float32 [N], S_p of image and caption
+    sharpness: float  # mean largest probability of the images' predictions
+    random_likeness: float  # mean S_p of images with others: far below 1 if predictions tell images apart
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The subset of every pair, by one network; the other trains on it."""
+
+    posterior: np.ndarray  # float32 [N], belief that the pair is clean
+    subset: np.ndarray  # uint8 [N]: CLEAN, REFINABLE or AMBIGUOUS
+    tau: float | None  # threshold of PCS, None before its first use
+    utilisation: float  # lambda: share of noisy pairs that the tau of the epoch before would refine
+
+    def pairs(self, subset: int) -> np.ndarray:
+        return np.flatnonzero(self.subset == subset)
+
+
+@torch.no_grad()
+def evaluate_pairs(network: Network, split: Split, batches: Iterable[Batch], state: TallyState, config: Config):
+    """One pass in eval mode: the loss of every pair, and one count in the tally for every image."""
+    network.eval()
+    losses = np.full(len(split), np.nan, np.float32)
+    image_labels = np.full(split.images, -1, np.int32)
+    caption_labels = np.zeros(len(split), np.int32)
+    likeness = np.zeros(len(split), np.float32)
+    sharp = near = seen = 0.0
+    for batch in batches:
+        images = network.encode_images(batch.features)
+        captions = network.encode_captions(batch.tokens, batch.offsets)
+        pair_losses = _pair_losses(network, images, captions, batch, config)
+        p, q = network.image_logits(images), network.caption_logits(captions)
+        pairs = batch.pairs.cpu().numpy()
+        losses[pairs] = pair_losses.float().cpu().numpy()
+        likeness[pairs] = label_similarity(p, q).cpu().numpy()
+        caption_labels[pairs] = q.argmax(1).cpu().numpy()
+        # an image counts once, with the first of its pairs
+        ids, first = np.unique(batch.images.cpu().numpy(), return_index=True)
+        new = image_labels[ids] < 0
+        rows = torch.from_numpy(first[new]).to(p.device)
+        labels = tally(p[rows].to(state.counts.device), batch.images[rows].to(state.counts.device), state)
+        image_labels[ids[new]] = labels.cpu().numpy()
+        sharp += float(p.softmax(1).amax(1).sum())
+        near += float(label_similarity(p, p.roll(1, 0)).sum())
+        seen += len(batch)
+    return Evaluation(losses, image_labels, caption_labels, likeness, sharp / seen, near / seen)
+
+
+def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Tensor:  # [B]
+    ids = (batch.images, batch.pairs) if config.mask_duplicates else (None, None)
+    size, count = len(batch), config.evaluation_negatives
+    if not count or count >= size - 1:
+        return triplet(network.similarity(images, captions), config.alpha, "per_pair", *ids)
+    # pair i against the next `count` pairs: cell (i, i + s) is a negative of image i and of caption i + s
+    own = torch.arange(size, device=batch.pairs.device)
+    shifts = torch.arange(1, count + 1, device=own.device)
+    other = (own[:, None] + shifts) % size
+    cells = torch.cat([torch.stack([own, own], 1), torch.stack([own[:, None].expand_as(other), other], 2).flatten(0, 1)])
+    scores = network.similarity(images, captions, cells)
+    positive, negative = scores[:size], scores[size:].view(size, count)
+    wanted = batch.images[:, None] != batch.images[other] if config.mask_duplicates else torch.ones_like(other, dtype=bool)
+    row = (config.alpha + negative - positive[:, None]).relu() * wanted
+    column = (config.alpha + negative - positive[other]).relu() * wanted
+    total = row.sum(1).index_add(0, other.flatten(), column.flatten())
+    # as if the mean over the batch had been estimated from these
+    return total * ((size - 1) / (size * count))
+
+
+def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N], [2, 3]
+    """Posterior of the component with the smaller mean; and weight, mean and deviation of both, on the scaled losses."""
+    from sklearn.mixture import GaussianMixture
+
+    if not np.isfinite(losses).all():
+        bad = np.flatnonzero(~np.isfinite(losses))
+        raise ValueError(f"the loss of pair {bad[0]} is {losses[bad[0]]}, and {len(bad)} are not finite: training diverged")
+    low, high = losses.min(), losses.max()
+    if high - low < 1e-6 * max(abs(high), 1e-6):
+        raise ValueError(
+            f"all {len(losses)} pairs have the same loss {low:.6g}: training collapsed, nothing tells pairs apart; "
+            "train longer before the division (warmup_steps) or with negatives_ramp"
+        )
+    scaled = ((losses - low) / (high - low)).astype(np.float64)[:, None]
+    model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0).fit(scaled)
+    order = np.argsort(model.means_[:, 0])
+    components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0, 0])], 1)[order]
+    return model.predict_proba(scaled)[:, order[0]].astype(np.float32), components
+
+
+def is_clean(posterior: np.ndarray) -> np.ndarray:  # bool [N]
+    """w > 0.5; never all pairs and never fewer than two: then the 1 % at the end of the scale change sides."""
+    clean = posterior > 0.5
+    some = max(1, round(0.01 * len(posterior)))
+    if clean.all():
+        clean[np.argsort(posterior, kind="stable")[:some]] = False
+    elif clean.sum() < 2:
+        clean[np.argsort(-posterior, kind="stable")[: max(2, some)]] = True
+    return clean
+
+
+def target_utilisation(epoch: int, config: Config) -> float:
+    """lambda_target in an epoch after warm-up, counted from 1."""
+    done = min(epoch / config.target_epochs, 1.0)
+    return config.target_start + (config.target_end - config.target_start) * done
+
+
+def first_tau(pcs: np.ndarray, target: float) -> float:
+    """The quantile of PCS among noisy pairs at which lambda is the target."""
+    if not len(pcs):
+        return 0.0
+    return float(np.sort(pcs)[::-1][min(len(pcs) - 1, max(0, round(target * len(pcs)) - 1))])
+
+
+def next_tau(tau: float, utilisation: float, target: float, config: Config) -> float:
+    aim = tau - config.controller_gain * (target - utilisation)
+    return (1 - config.controller_rate) * tau + config.controller_rate * aim
+
+
+def divide(
+    posterior: np.ndarray,  # [N]
+    pcs: np.ndarray,  # [N], of each pair's image
+    tau: float | None,
+    epoch: int,
+    config: Config,
+) -> Division:
+    """Subsets of an epoch after warm-up, counted from 1; the controller idles before the refinable stage."""
+    noisy = ~is_clean(posterior)
+    if config.noisy_treatment != "split":
+        subset = np.where(noisy, REFINABLE if config.noisy_treatment == "refinable" else AMBIGUOUS, CLEAN)
+        return Division(posterior, subset.astype(np.uint8), None, 1.0)
+    scores, target = pcs[noisy], target_utilisation(epoch, config)
+    if epoch < config.refinable_from:
+        tau, utilisation = None, 0.0
+        limit = first_tau(scores, target)
+    else:
+        if tau is None or config.threshold == "quantile":
+            limit = tau = first_tau(scores, target)
+            utilisation = float((scores >= tau).mean()) if len(scores) else 0.0
+        else:
+            utilisation = float((scores >= tau).mean()) if len(scores) else 0.0
+            limit = tau = next_tau(tau, utilisation, target, config)
+    subset = np.where(noisy, np.where(pcs >= limit, REFINABLE, AMBIGUOUS), CLEAN)
+    return Division(posterior, subset.astype(np.uint8), tau, utilisation)
+
+
+def pair_pcs(state: TallyState, split: Split, observations: int, config: Config) -> np.ndarray:  # float32 [N]
+    """Consistency of each pair's image."""
+    pcs = state.pcs().cpu().numpy().astype(np.float32)
+    return (pcs / max(observations, 1) if config.pcs == "share" else pcs)[split.image_of]
+
+
+def health(found: Evaluation, division: Division | None, split: Split, config: Config) -> dict[str, float]:
+    """Figures of an epoch: are pseudo-labels in use and sharp, and is the split right where noise is known."""
+    labels = found.image_labels[found.image_labels >= 0]
+    counts = np.bincount(labels, minlength=config.classes)
+    agree = found.image_labels[split.image_of] == found.caption_labels
+    figures = {
+        "classes_in_use": int((counts > 0).sum()),
+        "largest_class": float(counts.max() / max(len(labels), 1)),
+        "mean_max_probability": found.sharpness,
+        "random_likeness": found.random_likeness,
+        "agreement": float(agree.mean()),
+        "loss_mean": float(found.losses.mean()),
+    }
+    noisy = split.image_of != split.true_image
+    if division is not None:
+        clean = division.subset == CLEAN
+        figures |= {"agreement_clean": _mean(agree[clean]), "agreement_noisy": _mean(agree[~clean])}
+        figures |= {f"{name}_pairs": int((division.subset == code).sum()) for code, name in enumerate(("clean", "refinable", "ambiguous"))}
+        if noisy.any():
+            right = clean & ~noisy
+            figures |= {
+                "split_precision": float(right.sum() / max(clean.sum(), 1)),
+                "split_recall": float(right.sum() / max((~noisy).sum(), 1)),
+                "split_auc": ranking_quality(division.posterior, ~noisy),
+            }
+    return figures
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def ranking_quality(score: np.ndarray, positive: np.ndarray) -> float:
+    """Area under the ROC curve."""
+    from sklearn.metrics import roc_auc_score
+
+    return float(roc_auc_score(positive, score)) if 0 < positive.sum() < len(positive) else float("nan")

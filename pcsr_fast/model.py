@@ -1,0 +1,191 @@
+"""The network: encoders of regions and words, their global vectors, SGR's similarity and the pseudo-classifier.
+
+Parameters are named after what they compute: `image.weight`, `image.bias` (regions to the joint space);
+`words.weight` (word embeddings), `gru.*` (one bidirectional layer, names of torch.nn.GRU); `image_pool.*` and
+`caption_pool.*` (global vectors: `local`, `whole`, `weight`, and the image's batch norms `local_norm`, `whole_norm`);
+`similarity.*` (the fields of pcsr_fast.SgrWeights); `classifier.0.*`, `classifier.2.*`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from pcsr_fast.config import Config
+from pcsr_fast.ops import SgrWeights, sgr
+
+
+class Images(NamedTuple):
+    regions: Tensor  # [B, R, D]
+    whole: Tensor  # [B, D]
+
+
+class Captions(NamedTuple):
+    words: Tensor  # [sum n_c, D]
+    offsets: Tensor  # [C + 1]
+    whole: Tensor  # [C, D]
+
+
+def l2(x: Tensor) -> Tensor:
+    """x / (|x| + 1e-8) over the last dimension, in float32; vector_norm has gradient 0 at 0."""
+    x = x.float()
+    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-8)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Xavier-uniform weight, zero bias."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.xavier_uniform_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Pool(nn.Module):
+    """Global vector of regions or words: their mean, weighted by how much each agrees with the plain mean."""
+
+    def __init__(self, dim: int, dropout: float, slots: int | None = None):
+        super().__init__()
+        self.local, self.whole, self.weight = linear(dim, dim), linear(dim, dim), linear(dim, 1)
+        # regions stand in fixed slots; words do not
+        self.local_norm = nn.BatchNorm1d(slots) if slots else nn.Identity()
+        self.whole_norm = nn.BatchNorm1d(dim) if slots else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # [B, L, D], [B, L] -> [B, D]
+        if valid is None:
+            mean = x.mean(1)
+        else:
+            x = x * valid[..., None]
+            mean = x.sum(1) / valid.sum(1, keepdim=True)
+        local = self.dropout(torch.tanh(self.local_norm(self.local(x))))
+        whole = self.dropout(torch.tanh(self.whole_norm(self.whole(mean))))
+        weight = self.weight(local * whole[:, None])[..., 0].float()
+        if valid is not None:
+            weight = weight.masked_fill(~valid, -torch.inf)
+        return l2((weight.softmax(1)[..., None] * x).sum(1))
+
+
+class Similarity(nn.Module):
+    """Weights of the sgr op."""
+
+    def __init__(self, dim: int, nodes: int, steps: int):
+        super().__init__()
+        shapes = SgrWeights(
+            w_loc=(nodes, dim), b_loc=(nodes,), w_glo=(nodes, dim), b_glo=(nodes,),
+            w_query=(steps, nodes, nodes), b_query=(steps, nodes), w_key=(steps, nodes, nodes),
+            w_graph=(steps, nodes, nodes), b_graph=(steps, nodes), w_score=(nodes,), b_score=(1,),
+        )  # fmt: skip
+        for name, shape in shapes._asdict().items():
+            value = torch.zeros(shape)
+            if name.startswith("w_"):
+                for matrix in value.view(-1, 1, nodes) if name == "w_score" else value.view(-1, *shape[-2:]):
+                    nn.init.xavier_uniform_(matrix)
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, images: Images, captions: Captions, pairs: Tensor | None = None) -> Tensor:
+        """Scores [B, C], or of pairs [P, 2] alone."""
+        weights = SgrWeights(*(getattr(self, name) for name in SgrWeights._fields))
+        return sgr(images.regions, captions.words, captions.offsets, images.whole, captions.whole, weights, pairs)
+
+
+class Network(nn.Module):
+    """One of the two networks. Encoders take batches as the loader gives them, captions ragged."""
+
+    def __init__(self, config: Config, regions: int, width: int, words: int):
+        super().__init__()
+        dim = config.embedding
+        self.slots, self.classifier_input = regions, config.classifier_input
+        self.image = linear(width, dim)
+        self.words = nn.Embedding(words, config.word_embedding)
+        nn.init.uniform_(self.words.weight, -0.1, 0.1)
+        self.dropout = nn.Dropout(config.dropout)
+        self.gru = nn.GRU(config.word_embedding, dim, batch_first=True, bidirectional=True)
+        self.image_pool = Pool(dim, config.dropout, regions)
+        self.caption_pool = Pool(dim, config.dropout)
+        self.similarity = Similarity(dim, config.similarity, config.reasoning_steps)
+        inputs = regions * dim if config.classifier_input == "regions" else dim
+        hidden = config.classifier_hidden
+        self.classifier = nn.Sequential(linear(inputs, hidden), nn.ReLU(), linear(hidden, config.classes))
+
+    def encode_images(self, features: Tensor) -> Images:  # [B, R, d_img]
+        regions = l2(self.image(features.to(self.image.weight.dtype)))
+        return Images(regions, self.image_pool(regions))
+
+    def encode_captions(self, tokens: Tensor, offsets: Tensor) -> Captions:  # [sum n_c], [C + 1]
+        lengths = offsets.diff()
+        # lengths are needed on the host, once a batch
+        longest = int(lengths.max())
+        valid = torch.arange(longest, device=tokens.device) < lengths[:, None]
+        padded = tokens.new_zeros(valid.shape).masked_scatter_(valid, tokens)
+        packed = pack_padded_sequence(
+            self.dropout(self.words(padded)), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        states, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
+        both = states.unflatten(2, (2, -1))
+        words = l2((both[:, :, 0] + both[:, :, 1]) / 2)
+        return Captions(words[valid], offsets, self.caption_pool(words, valid))
+
+    def image_logits(self, images: Images) -> Tensor:  # [B, K]
+        pooled = self.classifier_input == "pooled"
+        return self.classifier(images.whole if pooled else images.regions.flatten(1)).float()
+
+    def caption_logits(self, captions: Captions) -> Tensor:  # [C, K]
+        pooled = self.classifier_input == "pooled"
+        return self.classifier(captions.whole if pooled else in_slots(captions, self.slots).flatten(1)).float()
+
+
+def in_slots(captions: Captions, slots: int) -> Tensor:  # [C, slots, D]
+    """Words from slot 0 on, zeros behind the last; captions longer than the slots are resampled linearly."""
+    begin, lengths = captions.offsets[:-1, None], captions.offsets.diff()[:, None]
+    slot = torch.arange(slots, device=begin.device)
+    stretch = (lengths - 1).double() / max(slots - 1, 1)
+    place = torch.where(lengths > slots, slot * stretch, slot.double())
+    low = place.floor().long().clamp(max=lengths - 1)
+    high = torch.minimum(low + 1, lengths - 1)
+    part = (place - low).clamp(0, 1)[..., None].to(captions.words.dtype)
+    mixed = (1 - part) * captions.words[begin + low] + part * captions.words[begin + high]
+    return mixed * (slot < lengths)[..., None]
+
+
+def convert(state_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Weights of earlier code of this family, the state dicts of [img_enc, txt_enc, sim_enc], under our names.
+
+    The bias of the keys is dropped: it cancels in the softmax. A pseudo-classifier is not among them; load the result
+    with strict=False, or give the network's own `classifier.*` in addition.
+    """
+    if len(state_dicts) != 3:
+        raise ValueError(f"expected the state dicts of img_enc, txt_enc and sim_enc, got {len(state_dicts)}")
+    # saved from DataParallel they carry a prefix
+    image, text, sim = ({k.removeprefix("module."): v for k, v in d.items()} for d in state_dicts)
+    used = set()
+
+    def take(name: str) -> Tensor:
+        used.add(name)
+        if name not in sim:
+            raise ValueError(f"sim_enc has no {name!r}; it has {', '.join(sorted(sim))}")
+        return sim[name]
+
+    found = {"image.weight": image["fc.weight"], "image.bias": image["fc.bias"], "words.weight": text["embed.weight"]}
+    found |= {k.replace("cap_rnn.", "gru."): v for k, v in text.items() if k.startswith("cap_rnn.")}
+    for ours, theirs, norms in (("image_pool", "v_global_w", True), ("caption_pool", "t_global_w", False)):
+        for layer, name in (("local", "embedding_local"), ("whole", "embedding_global"), ("weight", "embedding_common")):
+            for kind in ("weight", "bias"):
+                found[f"{ours}.{layer}.{kind}"] = take(f"{theirs}.{name}.0.{kind}")
+            for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+                if norms and layer != "weight":
+                    found[f"{ours}.{layer}_norm.{kind}"] = take(f"{theirs}.{name}.1.{kind}")
+    steps = len([name for name in sim if name.endswith("graph_query_w.weight")])
+    for ours, theirs in (("loc", "sim_tranloc_w"), ("glo", "sim_tranglo_w")):
+        found[f"similarity.w_{ours}"] = take(f"{theirs}.weight")
+        found[f"similarity.b_{ours}"] = take(f"{theirs}.bias")
+    for ours, theirs in (("query", "graph_query_w"), ("key", "graph_key_w"), ("graph", "sim_graph_w")):
+        for short, kind in (("w", "weight"), ("b", "bias")):
+            stacked = torch.stack([take(f"SGR_module.{t}.{theirs}.{kind}") for t in range(steps)])
+            if (ours, short) != ("key", "b"):
+                found[f"similarity.{short}_{ours}"] = stacked
+    found["similarity.w_score"] = take("sim_eval_w.weight")[0]
+    found["similarity.b_score"] = take("sim_eval_w.bias")
+    if unknown := sorted(set(sim) - used):
+        raise ValueError(f"sim_enc has {unknown[0]!r}, which SGR does not; is this another model?")
+    return found

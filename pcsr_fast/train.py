@@ -1,0 +1,632 @@
+"""The whole training, read top to bottom: warm-up, division, three stages, validation, checkpoints.
+
+Two networks, A and B, take turns: each is trained on the division that the other has made. Everything random is a
+function of the seed and of the place in the schedule, so a run that is resumed goes on as if it had not stopped.
+"""
+
+import dataclasses
+import json
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import pcsr_fast
+from pcsr_fast import checkpoint
+from pcsr_fast.config import Config, differences
+from pcsr_fast.data.loader import Batch, batches, captions_of, count_batches
+from pcsr_fast.data.split import Split
+from pcsr_fast.division import (
+    AMBIGUOUS,
+    CLEAN,
+    REFINABLE,
+    Division,
+    divide,
+    evaluate_pairs,
+    health,
+    mixture,
+    pair_pcs,
+    target_utilisation,
+)
+from pcsr_fast.evaluate import evaluate
+from pcsr_fast.model import Captions, Images, Network
+from pcsr_fast.ops import TallyState, adaptive_margin, agreement, entropy, label_similarity, triplet
+
+NAMES = ("A", "B")
+# streams of random numbers, apart from each other
+INIT, ORDER, STEP, PASS = range(4)
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says what was seen and what to do."""
+
+
+@dataclass
+class State:
+    """Where a run stands: all that a checkpoint holds. An epoch is divide, train A, train B, validate."""
+
+    networks: list[Network]
+    optimizers: list[torch.optim.Optimizer]
+    tallies: list[TallyState]
+    divisions: list[Division | None]
+    epoch: int = 0  # from 0, with warm-up
+    phase: str = "divide"
+    network: int = 0  # which one trains
+    step: int = 0  # batches that it has done in this epoch
+    observations: int = 0  # epochs in the tally
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of losses and counts in this epoch
+    figures: list[dict[str, float]] = field(default_factory=lambda: [{}, {}])
+    best: float = -1.0
+    best_epoch: int = -1
+    bad_streak: Tensor | None = None
+    bank: "Bank | None" = None
+
+
+def train(
+    config: Config,
+    train_split: Split,
+    dev_split: Split,
+    words: int,
+    run: Path | str,
+    resume: str = "auto",
+    report: Callable[[str], None] = print,
+) -> dict[str, float]:
+    """Trains two networks and returns the record of the best epoch on dev.
+
+    The folder gets `config.json`, `log.jsonl` with a record for every epoch, `last.pt` and `best.pt`, and `noise.npy`,
+    the image of every caption as trained on. `words` is the size of the vocabulary. resume: auto goes on from
+    `last.pt` if it is there, must demands it, never refuses to overwrite it.
+    """
+    run = Path(run)
+    check_data(config, train_split, dev_split, words)
+    run.mkdir(parents=True, exist_ok=True)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
+    last = run / "last.pt"
+    if last.exists() and resume == "never":
+        raise FileExistsError(f"{last} exists: choose another folder, or resume the run in it")
+    if resume == "must" and not last.exists():
+        raise FileNotFoundError(f"{last} does not exist: there is nothing to resume")
+    state = new_state(config, train_split, words, device)
+    identity = {"train": checkpoint.fingerprint(train_split), "dev": checkpoint.fingerprint(dev_split), "words": words}
+    records: list[dict] = []
+    if last.exists():
+        records = restore(state, checkpoint.load(last), config, identity, last)
+        report(f"resumed from {last}: epoch {state.epoch + 1}, {state.phase}, step {state.step}")
+    else:
+        (run / "config.json").write_text(config.dump())
+        np.save(run / "noise.npy", train_split.image_of)
+    write_records(run / "log.jsonl", records)
+
+    saved_at = time.monotonic()
+
+    def save(force: bool = False) -> None:
+        nonlocal saved_at
+        if force or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
+            checkpoint.save(pack(state, config, identity, records), last)
+            saved_at = time.monotonic()
+
+    warmup = warmup_epochs(config, len(train_split))
+    with interruptible() as interrupted:
+        while state.epoch < warmup + config.epochs:
+            started = time.monotonic()
+            epoch = state.epoch + 1 - warmup  # from 1 after warm-up
+            if epoch == 1 and state.phase == "divide":
+                # Adam starts anew after warm-up
+                state.optimizers = [new_optimizer(n, config) for n in state.networks]
+            if epoch > 0 and config.method != "sgr" and state.phase == "divide":
+                divide_both(state, train_split, epoch, config, device, report)
+            state.phase = "train" if state.phase == "divide" else state.phase
+            while state.phase == "train":
+                for stats in train_epoch(state, train_split, epoch, config, device):
+                    if interrupted():
+                        save(force=True)
+                        raise KeyboardInterrupt(f"stopped; everything is saved in {last}")
+                    save()
+                    check_steps(stats, state, config, last)
+                state.network, state.step, state.bank = state.network + 1, 0, None
+                if state.network == len(state.networks):
+                    state.network, state.phase = 0, "validate"
+            found = evaluate(state.networks, dev_split, config.evaluation_batch)
+            record = {
+                "epoch": state.epoch + 1,
+                "stage": stage_name(epoch, config),
+                "rsum": found["mean"]["rsum"],
+                **{f"dev_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()},
+                **{f"{NAMES[k]}_{key}": value for k in range(2) for key, value in state.figures[k].items()},
+                **means(state.sums),
+                "learning_rate": learning_rate(epoch, config),
+                "seconds": time.monotonic() - started,
+                **memory(device),
+            }
+            records.append(record)
+            if record["rsum"] > state.best:
+                state.best, state.best_epoch = record["rsum"], state.epoch + 1
+                checkpoint.save(weights(state, config, identity, record), run / "best.pt")
+            state.epoch, state.phase, state.sums, state.figures = state.epoch + 1, "divide", {}, [{}, {}]
+            save(force=True)
+            write_records(run / "log.jsonl", records)
+            report(epoch_line(record, warmup + config.epochs, state))
+            for warning in warnings_of(record, config):
+                report(f"warning: {warning}")
+    return next(r for r in records if r["epoch"] == state.best_epoch)
+
+
+def check_data(config: Config, train_split: Split, dev_split: Split, words: int) -> None:
+    if len(train_split) < 2:
+        raise ValueError(f"{train_split.name} has {len(train_split)} pairs, training needs at least 2")
+    for name in ("regions", "width"):
+        ours, theirs = getattr(train_split, name), getattr(dev_split, name)
+        if ours != theirs:
+            raise ValueError(f"{name} of features: {ours} in {train_split.name}, but {theirs} in {dev_split.name}")
+    for split in (train_split, dev_split):
+        top = int(split.tokens.max())
+        if top >= words:
+            raise ValueError(f"{split.name} has the token id {top}, but the vocabulary has {words} words")
+
+
+# the schedule
+
+
+def warmup_epochs(config: Config, pairs: int) -> int:
+    """As configured, and as many as give warmup_steps steps."""
+    return max(config.warmup_epochs, math.ceil(config.warmup_steps / count_batches(pairs, config.batch_size)))
+
+
+def stage_name(epoch: int, config: Config) -> str:
+    """epoch is counted from 1 after warm-up."""
+    if epoch < 1:
+        return "warm-up"
+    return "all pairs" if config.method == "sgr" else " + ".join(stage_subsets(epoch, config))
+
+
+def stage_subsets(epoch: int, config: Config) -> list[str]:
+    begin = {"clean": 1, "refinable": config.refinable_from, "ambiguous": config.ambiguous_from}
+    wanted = ("clean",) if config.method == "clean" else config.subsets
+    return [name for name in begin if name in wanted and epoch >= begin[name]]
+
+
+def learning_rate(epoch: int, config: Config) -> float:
+    return config.learning_rate * config.decay ** (max(epoch - 1, 0) // config.decay_every)
+
+
+def negatives(epoch: int, config: Config) -> int:
+    """How many pairs hardest negatives are chosen among: all, or 4, 8, 16, ... in the first epochs."""
+    return min(2 ** (epoch + 1), config.batch_size) if config.negatives_ramp and epoch > 0 else config.batch_size
+
+
+def seed_of(config: Config, *place: int) -> int:
+    return int(np.random.SeedSequence([config.seed, *place]).generate_state(1)[0])
+
+
+# the parts of an epoch
+
+
+def divide_both(state: State, split: Split, epoch: int, config: Config, device, report) -> None:
+    """Evaluation pass, mixture, tally and threshold of both networks."""
+    state.observations += 1
+    for k, network in enumerate(state.networks):
+        order = batches(
+            split, config.batch_size, seed_of(config, PASS, k), state.epoch, device=device, workers=config.workers
+        )
+        total = count_batches(len(split), config.batch_size)
+        found = evaluate_pairs(
+            network, split, progress(order, total, f"evaluate {NAMES[k]}"), state.tallies[k], config
+        )
+        posterior, components = mixture(found.losses)
+        pcs = pair_pcs(state.tallies[k], split, state.observations, config)
+        before = state.divisions[k].tau if state.divisions[k] else None
+        state.divisions[k] = divide(posterior, pcs, before, epoch, config)
+        state.figures[k] = health(found, state.divisions[k], split, config) | {
+            "mixture_low": float(components[0, 1]),
+            "mixture_high": float(components[1, 1]),
+            "tau": state.divisions[k].tau if state.divisions[k].tau is not None else float("nan"),
+            "utilisation": state.divisions[k].utilisation,
+            "target": target_utilisation(epoch, config),
+            "pcs_mean": float(pcs.mean()),
+        }
+
+
+def train_epoch(state: State, split: Split, epoch: int, config: Config, device) -> Iterator[dict[str, Tensor]]:
+    """One network's epoch from where it stands; yields after every step."""
+    k, network, optimizer = state.network, state.networks[state.network], state.optimizers[state.network]
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(epoch, config)
+    divided = epoch > 0 and config.method != "sgr"
+    division = state.divisions[1 - k] if divided else None
+
+    def loader(subset: int, indices, **options) -> Iterator[Batch]:
+        return batches(
+            split, config.batch_size, seed_of(config, ORDER, k, subset), state.epoch, indices,
+            state.step, device=device, workers=config.workers, **options,
+        )  # fmt: skip
+
+    chosen = division.pairs(CLEAN) if divided else None
+    main = loader(CLEAN, chosen)
+    total = count_batches(len(split) if chosen is None else len(chosen), config.batch_size)
+    others = {}
+    if divided:
+        for name, subset in (("refinable", REFINABLE), ("ambiguous", AMBIGUOUS)):
+            pairs = division.pairs(subset)
+            if name in stage_subsets(epoch, config) and len(pairs) >= 2:
+                others[subset] = loader(subset, pairs, endless=True)
+    if divided and state.bank is None:
+        state.bank = Bank.empty(config, device)
+
+    for batch in progress(main, total, f"train {NAMES[k]}", state.step):
+        if len(batch) >= 2:
+            if not divided:
+                mode = "mean" if epoch < 1 else "hardest"
+                run_step(state, k, CLEAN, config, lambda: plain_loss(network, batch, mode, epoch, config))
+            else:
+                run_step(state, k, CLEAN, config, lambda: clean_loss(network, batch, division, state, epoch, config))
+                for subset, source in others.items():
+                    other = next(source)
+                    if len(other) < 2:
+                        continue
+                    if subset == REFINABLE:
+                        call = lambda: refinable_loss(network, other, split, state, epoch, config)  # noqa: E731
+                    else:
+                        call = lambda: ambiguous_loss(network, other, epoch, config)  # noqa: E731
+                    run_step(state, k, subset, config, call)
+        state.step = batch.position
+        yield state.sums
+
+
+def run_step(state: State, k: int, subset: int, config: Config, compute: Callable[[], dict[str, Tensor]]) -> None:
+    """Forward, backward, clip and Adam; a step whose loss or gradient is not finite changes nothing but its count.
+
+    Nothing is copied to the host: the optimiser skips by a flag on the device.
+    """
+    network, optimizer = state.networks[k], state.optimizers[k]
+    network.train()
+    # dropout follows from the place in the schedule
+    torch.manual_seed(seed_of(config, STEP, state.epoch, k, state.step, subset))
+    kept = [x.clone() for x in network.buffers()]
+    optimizer.zero_grad(set_to_none=True)
+    autocast = config.precision == "bf16" and next(network.parameters()).is_cuda
+    try:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            parts = compute()
+        parts["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip)
+    except RuntimeError as error:
+        # on the CPU the ops look, and say so
+        if "NaN" not in str(error):
+            raise
+        norm = torch.tensor(torch.nan, device=next(network.parameters()).device)
+        parts = {}
+    bad = (~norm.isfinite()).float()
+    if parts:
+        optimizer.found_inf = bad
+        optimizer.step()
+    for buffer, old in zip(network.buffers(), kept, strict=True):
+        buffer.copy_(torch.where(bad.bool(), old, buffer))
+    state.bad_streak = bad if state.bad_streak is None else (state.bad_streak + bad) * bad
+    prefix = ("clean", "refinable", "ambiguous")[subset] if state.epoch >= 0 else ""
+    good = 1 - bad
+    for name, value in ({"gradient_norm": norm} | parts).items():
+        add(state.sums, f"{NAMES[k]}_{prefix}_{name}", torch.where(bad.bool(), 0, value.detach().float()))
+    add(state.sums, f"{NAMES[k]}_{prefix}_steps", good)
+    add(state.sums, f"{NAMES[k]}_bad_steps", bad)
+
+
+def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value.clone()
+
+
+# the losses of a step; "loss" is differentiated, the rest is logged
+
+
+def encode_batch(network: Network, batch: Batch) -> tuple[Images, Captions]:
+    return network.encode_images(batch.features), network.encode_captions(batch.tokens, batch.offsets)
+
+
+def contrast(network, images, captions, margin, mode, image_ids, caption_ids, epoch, config) -> Tensor:
+    """Triplet loss of a batch, in groups of fewer pairs while the ramp of negatives lasts."""
+    if not config.mask_duplicates:
+        image_ids = caption_ids = None
+    size, group = len(images.whole), negatives(epoch, config)
+    if mode != "hardest" or group >= size:
+        return triplet(network.similarity(images, captions), margin, mode, image_ids, caption_ids)
+    total = 0.0
+    for start in range(0, size, group):
+        rows = slice(start, min(start + group, size))
+        offsets = captions.offsets[start : rows.stop + 1]
+        some = Captions(captions.words[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0], captions.whole[rows])
+        own = (None if ids is None else ids[rows] for ids in (image_ids, caption_ids))
+        part = margin[rows] if isinstance(margin, Tensor) else margin
+        total = total + triplet(network.similarity(Images(*(x[rows] for x in images)), some), part, mode, *own)
+    return total
+
+
+def plain_loss(network: Network, batch: Batch, mode: str, epoch: int, config: Config) -> dict[str, Tensor]:
+    """All pairs alike: warm-up (mean of negatives) and the baseline sgr (hardest negatives)."""
+    images, captions = encode_batch(network, batch)
+    loss = contrast(network, images, captions, config.alpha, mode, batch.images, batch.pairs, epoch, config)
+    return {"loss": loss, "triplet": loss / len(batch)}
+
+
+def clean_loss(
+    network: Network, batch: Batch, division: Division, state: State, epoch: int, config: Config
+) -> dict[str, Tensor]:
+    images, captions = encode_batch(network, batch)
+    classified = config.method == "pcsr"
+    p, q = (network.image_logits(images), network.caption_logits(captions)) if classified else (None, None)
+    margin: Tensor | float = config.alpha
+    if config.clean_margin == "posterior":
+        y = torch.from_numpy(division.posterior[batch.pairs.cpu().numpy()]).to(batch.pairs.device)
+        margin = adaptive_margin(y, config.alpha, config.margin_base)
+    elif config.clean_margin == "agreement" and classified:
+        margin = adaptive_margin(label_similarity(p, q), config.alpha, config.margin_base)
+    loss = contrast(network, images, captions, margin, "hardest", batch.images, batch.pairs, epoch, config)
+    parts = {"triplet": loss / len(batch)}
+    loss = config.lambda_triplet * loss
+    if classified:
+        found = agreement(p, q, 0.0)
+        parts |= {"ce": found.image_loss.mean(), "entropy": entropy(found.image_mean)}
+        loss = loss + config.lambda_ce * parts["ce"] - config.lambda_entropy * parts["entropy"]
+        state.bank.put(p, batch.pairs, config)
+    return {"loss": loss} | parts
+
+
+def refinable_loss(
+    network: Network, batch: Batch, split: Split, state: State, epoch: int, config: Config
+) -> dict[str, Tensor]:
+    """Images keep, captions change: each image trains with the caption of the clean image that is most like it."""
+    images = network.encode_images(batch.features)
+    pairs, likeness = state.bank.match(network.image_logits(images))
+    # which captions to read is the one thing the host must know
+    tokens, offsets = (x.to(batch.pairs.device) for x in captions_of(split, pairs.cpu().numpy()))
+    captions = network.encode_captions(tokens, offsets)
+    margin = adaptive_margin(likeness, config.alpha, config.margin_base)
+    loss = contrast(network, images, captions, margin, "hardest", batch.images, pairs, epoch, config)
+    return {"loss": loss, "triplet": loss / len(batch), "likeness": likeness.mean(), "margin": margin.mean()}
+
+
+def ambiguous_loss(network: Network, batch: Batch, epoch: int, config: Config) -> dict[str, Tensor]:
+    images, captions = encode_batch(network, batch)
+    p, q = network.image_logits(images), network.caption_logits(captions)
+    margin = adaptive_margin(label_similarity(p, q), config.alpha, config.margin_base)
+    loss = contrast(network, images, captions, margin, "hardest", batch.images, batch.pairs, epoch, config)
+    found = agreement(p, q, config.gamma)
+    parts = {
+        "triplet": loss / len(batch),
+        "gce": (found.image_loss + found.text_loss).mean(),
+        "entropy": entropy(found.image_mean),
+        "margin": margin.mean(),
+    }
+    loss = config.lambda_triplet * loss + config.lambda_gce * parts["gce"] - config.lambda_entropy * parts["entropy"]
+    return {"loss": loss} | parts
+
+
+@dataclass
+class Bank:
+    """Predictions of clean images that refinable ones are matched with: those of this step, or a ring of recent ones."""
+
+    predictions: Tensor  # [M, K], unit vectors
+    pairs: Tensor  # [M], whose captions they are; -1 where there is none yet
+    place: int = 0
+
+    @classmethod
+    def empty(cls, config: Config, device) -> "Bank":
+        size = config.batch_size if config.rematch_scope == "batch" else config.bank_size
+        return cls(torch.zeros(size, config.classes, device=device), torch.full((size,), -1, device=device))
+
+    @torch.no_grad()
+    def put(self, logits: Tensor, pairs: Tensor, config: Config) -> None:
+        if config.rematch_scope == "batch":
+            self.place = 0
+            self.pairs.fill_(-1)
+        at = (torch.arange(len(pairs), device=pairs.device) + self.place) % len(self.pairs)
+        self.predictions[at] = torch.nn.functional.normalize(logits.detach().float().softmax(1), dim=1)
+        self.pairs[at] = pairs
+        self.place = (self.place + len(pairs)) % len(self.pairs)
+
+    @torch.no_grad()
+    def match(self, logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, K] -> [B], [B]
+        """The most similar prediction's pair, and the similarity S_p."""
+        own = torch.nn.functional.normalize(logits.detach().float().softmax(1), dim=1)
+        similar = (own @ self.predictions.T).masked_fill(self.pairs < 0, -torch.inf)
+        likeness, at = similar.max(1)
+        return self.pairs[at], likeness.clamp(0, 1)
+
+
+# building, saving and restoring
+
+
+def new_state(config: Config, split: Split, words: int, device) -> State:
+    networks = []
+    for k in range(len(NAMES)):
+        torch.manual_seed(seed_of(config, INIT, k))
+        network = Network(config, split.regions, split.width, words).to(device)
+        if config.compile:
+            network.encode_images = torch.compile(network.encode_images)
+            network.encode_captions = torch.compile(network.encode_captions)
+        networks.append(network)
+    # a count never exceeds the number of epochs
+    kind = torch.uint8 if config.epochs < 256 else torch.int16
+    tallies = [TallyState.zeros(split.images, config.classes, kind) for _ in NAMES]
+    return State(networks, [new_optimizer(n, config) for n in networks], tallies, [None, None])
+
+
+def new_optimizer(network: Network, config: Config) -> torch.optim.Adam:
+    return torch.optim.Adam(network.parameters(), lr=config.learning_rate, fused=True)
+
+
+def weights(state: State, config: Config, identity: dict, record: dict) -> dict:
+    """What evaluation needs: both networks, and what they were trained with."""
+    return {
+        "networks": [n.state_dict() for n in state.networks],
+        "config": dataclasses.asdict(config),
+        "data": identity,
+        "record": record,
+        "versions": {"pcsr_fast": pcsr_fast.__version__, "torch": str(torch.__version__)},
+    }
+
+
+def pack(state: State, config: Config, identity: dict, records: list[dict]) -> dict:
+    divisions = [
+        None if d is None else {"posterior": torch.from_numpy(d.posterior), "subset": torch.from_numpy(d.subset),
+                                "tau": d.tau, "utilisation": d.utilisation}
+        for d in state.divisions
+    ]  # fmt: skip
+    bank = state.bank and {"predictions": state.bank.predictions, "pairs": state.bank.pairs, "place": state.bank.place}
+    plain = ("epoch", "phase", "network", "step", "observations", "sums", "figures", "best", "best_epoch", "bad_streak")
+    return weights(state, config, identity, {}) | {
+        "optimizers": [o.state_dict() for o in state.optimizers],
+        "tallies": [list(t) for t in state.tallies],
+        "divisions": divisions,
+        "bank": bank,
+        "records": records,
+        **{name: getattr(state, name) for name in plain},
+    }
+
+
+# settings that do not change what is computed
+FREE = {"device", "workers", "log_every", "checkpoint_minutes", "evaluation_batch", "stop_after_bad_steps", "compile"}
+
+
+def restore(state: State, saved: dict, config: Config, identity: dict, path: Path) -> list[dict]:
+    """Fills the state, and returns the records of earlier epochs."""
+    now = dataclasses.asdict(config)
+    changed = differences(*({k: _plain(v) for k, v in c.items() if k not in FREE} for c in (saved["config"], now)))
+    for name in ("train", "dev"):
+        changed += [f"{name} data, {line}" for line in differences(saved["data"][name], identity[name])]
+    if saved["data"]["words"] != identity["words"]:
+        changed.append(f"words in the vocabulary: {saved['data']['words']} -> {identity['words']}")
+    if changed:
+        raise ValueError(f"{path} was made with other settings or data: " + "; ".join(changed))
+    for network, found in zip(state.networks, saved["networks"], strict=True):
+        network.load_state_dict(found)
+    for optimizer, found in zip(state.optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(found)
+    for tally, found in zip(state.tallies, saved["tallies"], strict=True):
+        for tensor, value in zip(tally, found, strict=True):
+            tensor.copy_(value)
+    device = next(state.networks[0].parameters()).device
+    state.divisions = [
+        None if d is None else Division(d["posterior"].numpy(), d["subset"].numpy(), d["tau"], d["utilisation"])
+        for d in saved["divisions"]
+    ]
+    if saved["bank"]:
+        found = saved["bank"]
+        state.bank = Bank(found["predictions"].to(device), found["pairs"].to(device), found["place"])
+    for name in ("epoch", "phase", "network", "step", "observations", "figures", "best", "best_epoch"):
+        setattr(state, name, saved[name])
+    state.sums = {name: value.to(device) for name, value in saved["sums"].items()}
+    state.bad_streak = None if saved["bad_streak"] is None else saved["bad_streak"].to(device)
+    return saved["records"]
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+# what is reported
+
+
+def check_steps(sums: dict[str, Tensor], state: State, config: Config, last: Path) -> None:
+    """Every log_every steps: one look at the device."""
+    if state.step % config.log_every or state.bad_streak is None:
+        return
+    if int(state.bad_streak) >= config.stop_after_bad_steps:
+        saved = f"the last good state is in {last}" if last.exists() else "nothing was saved before"
+        raise TrainingError(
+            f"loss or gradient was not finite in {int(state.bad_streak)} steps in a row (epoch {state.epoch + 1}, network "
+            f"{NAMES[state.network]}); {saved}; lower learning_rate, or look for NaN in the features"
+        )
+
+
+def means(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Sums over steps as means; counts stay. One copy from the device."""
+    if not sums:
+        return {}
+    values = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+    found = {}
+    for name, value in values.items():
+        steps = values.get(name.rpartition("_")[0].removesuffix("_gradient") + "_steps", 0)
+        if name.endswith("_steps"):
+            found[name] = int(value)
+        else:
+            found[name] = value / max(steps, 1)
+    return found
+
+
+def epoch_line(record: dict, epochs: int, state: State) -> str:
+    sizes = ""
+    if "A_clean_pairs" in record:
+        parts = (f"{record[f'A_{name}_pairs']} {name}" for name in ("clean", "refinable", "ambiguous"))
+        sizes = f", {', '.join(parts)}"
+    return (
+        f"epoch {record['epoch']}/{epochs} ({record['stage']}): dev rsum {record['rsum']:.1f}"
+        f" (best {state.best:.1f} in epoch {state.best_epoch}){sizes}, {record['seconds']:.0f} s"
+    )
+
+
+def warnings_of(record: dict, config: Config) -> list[str]:
+    """Degenerate training, by name."""
+    found = []
+    for name in NAMES:
+        if record.get(f"{name}_classes_in_use") == 1:
+            found.append(f"network {name} gives every image the same pseudo-label")
+        if record.get(f"{name}_clean_pairs", 2) < 2:
+            found.append(f"network {name} finds no clean pairs")
+        if abs(record.get(f"{name}_mixture_high", 1.0) - record.get(f"{name}_mixture_low", 0.0)) < 0.02:
+            found.append(f"network {name}: both components of the mixture have the same mean; losses do not tell pairs apart")
+        loss = record.get(f"{name}_clean_triplet", 0.0)
+        if record["stage"] != "warm-up" and abs(loss - 2 * config.alpha) < 0.04 * config.alpha:
+            found.append(f"network {name}: the triplet loss stands at twice alpha: scores have collapsed to one value")
+        if record.get(f"{name}_bad_steps"):
+            found.append(f"network {name}: {record[f'{name}_bad_steps']} steps were not finite and were skipped")
+    return found
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    if device.type == "cuda":
+        return {"memory_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+    import resource
+
+    scale = 1 if sys.platform == "darwin" else 1024
+    return {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9}
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    """All records again: after a resume, epochs that were lost are gone from the log too."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+    temporary.replace(path)
+
+
+def progress(iterable, total: int, what: str, done: int = 0):
+    return tqdm(iterable, what, total, initial=done, leave=False, disable=None, unit="batch")
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM wait for the end of a step, where the run can be saved; a second one does not."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def handle(number, frame):
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
