@@ -1,0 +1,6 @@
+"""Data: what is on disk, captions as token ids, and noise."""
+
+from pcsr_fast.data.split import Split
+from pcsr_fast.data.tokens import Vocabulary
+
+__all__ = ["Split", "Vocabulary"]
