@@ -9,9 +9,9 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.parametrize("module", ["tally", "triplet", "gce"])
+@pytest.mark.parametrize("module", ["ops.tally", "ops.triplet", "ops.gce", "data.tokens"])
 def test_docstrings(module):
-    found = doctest.testmod(importlib.import_module(f"pcsr_fast.ops.{module}"))
+    found = doctest.testmod(importlib.import_module(f"pcsr_fast.{module}"))
     assert found.attempted > 0
     assert found.failed == 0
 

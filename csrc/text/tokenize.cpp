@@ -125,16 +125,19 @@ bool starts_with(std::string_view text, size_t at, std::string_view part) {
 // Puts spaces around every character for which `length(text, i)` is not 0.
 template <typename Length>
 void pad(std::string_view text, std::string& out, Length length) {
+  size_t done = 0;
   for (size_t i = 0; i < text.size();) {
-    if (const size_t n = length(text, i)) {
+    const size_t n = length(text, i);
+    if (n) {
+      out.append(text, done, i - done);
       out += ' ';
       out.append(text, i, n);
       out += ' ';
-      i += n;
-    } else {
-      out += text[i++];
+      done = i + n;
     }
+    i += std::max<size_t>(n, 1);
   }
+  out.append(text, done);
 }
 
 // length of a run of one character
@@ -442,7 +445,7 @@ const std::vector<std::string_view>& Tokenizer::words(std::string_view caption) 
   if (any(kDot)) apply([](View text, Out& out) { final_stop(text, out, true); });
   if (any(kComma)) apply(commas);
   if (any(kComma)) apply(final_comma);
-  if (any(kDot)) pads(dots);
+  if (any(kDot) && text_.find("..") != Out::npos) pads(dots);
   if (any(kSymbol | kNonAscii)) pads(symbols_and_dashes);
   if (any(kDot)) apply([](View text, Out& out) { final_stop(text, out, false); });
   if (any(kSymbol)) pads(one_of("?!"));
@@ -474,6 +477,12 @@ const std::vector<std::string_view>& Tokenizer::words(std::string_view caption) 
     if (end > begin) words_.push_back(text.substr(begin, end - begin));
   };
   for (size_t i = 0; i < text.size();) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    // most characters: letters and digits
+    if (byte > ' ' && byte < 0x80) {
+      ++i;
+      continue;
+    }
     const CodePoint c = decode(text, i);
     if (Py_UNICODE_ISSPACE(c.value)) {
       word_ends(i);
