@@ -255,6 +255,7 @@ def test_ids(tmp_path):
         ("1.5", "'1.5' is not an id"),
         ("99999999999999999999", "'9+' is not an id"),
         ("[1,2", r"'\[1' is not an id"),
+        ("x" + "é" * 30, "'xé{19}' is not an id"),
     ],
 )
 def test_bad_ids_are_named(tmp_path, line, message):

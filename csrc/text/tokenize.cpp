@@ -69,6 +69,7 @@ CodePoint decode(std::string_view text, size_t at) {
   if (bytes == 1 || at + bytes > text.size()) return {first, 1};
   uint32_t value = first & (0x7F >> bytes);
   for (int i = 1; i < bytes; ++i) value = value << 6 | (byte(i) & 0x3F);
+  if (value > 0x10FFFF) return {first, 1};
   return {value, bytes};
 }
 
@@ -413,7 +414,7 @@ uint32_t lower(std::string_view caption, std::string& out) {
     char c = caption[i];
     if (c >= 'A' && c <= 'Z') c += 'a' - 'A';
     holds |= kHolds[static_cast<unsigned char>(c)];
-    holds |= c == before && (c == 'n' || c == 'm' || c == 't') ? kTwin : 0;
+    if (c == before && (c == 'n' || c == 'm' || c == 't')) holds |= kTwin;
     out[i] = before = c;
   }
   if (!(holds & kNonAscii)) return holds;
@@ -564,6 +565,17 @@ Encoded WordIds::encode(std::string_view text, const Span* spans, int64_t count,
   return result;
 }
 
+namespace {
+
+// the beginning of a text, for messages; never half a character
+std::string shorten(std::string_view text) {
+  size_t end = std::min<size_t>(text.size(), 40);
+  while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return std::string(text.substr(0, end));
+}
+
+}  // namespace
+
 Encoded parse_ids(std::string_view text, const Span* spans, int64_t count, int64_t vocabulary) {
   Encoded result;
   result.offsets.reserve(count + 1);
@@ -583,7 +595,7 @@ Encoded parse_ids(std::string_view text, const Span* spans, int64_t count, int64
       int64_t id = -1;
       const auto [rest, error] = std::from_chars(part.data(), part.data() + part.size(), id);
       if (error != std::errc() || rest != part.data() + part.size())
-        throw LineError(n + 1, "'" + std::string(part.substr(0, 40)) + "' is not an id; expected 12,5,7");
+        throw LineError(n + 1, "'" + shorten(part) + "' is not an id; expected 12,5,7");
       if (id < 0 || id >= vocabulary)
         throw LineError(n + 1, "id " + std::to_string(id) + " is outside the vocabulary of " +
                                    std::to_string(vocabulary) + " words");
@@ -637,11 +649,11 @@ size_t find_broken(std::string_view text) {
       continue;
     }
     const CodePoint c = decode(text, i);
-    if (c.bytes == 1 || first > 0xF4) return i;
+    if (c.bytes == 1) return i;
     for (int k = 1; k < c.bytes; ++k)
       if ((static_cast<unsigned char>(text[i + k]) & 0xC0) != 0x80) return i;
     constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
-    if (c.value < kLeast[c.bytes] || c.value > 0x10FFFF || (c.value >= 0xD800 && c.value < 0xE000)) return i;
+    if (c.value < kLeast[c.bytes] || (c.value >= 0xD800 && c.value < 0xE000)) return i;
     i += c.bytes;
   }
   return std::string_view::npos;
