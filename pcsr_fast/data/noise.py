@@ -30,7 +30,7 @@ def draw(images: int, captions: int, ratio: float, *, protocol: str = "caption",
     generator = np.random.default_rng(seed)
     index = np.arange(images, dtype=np.int64)
     index = index if protocol == "image" else np.repeat(index, each)
-    # 0.29 * 100 is a little less than 29
+    # 0.58 * 100 is a little less than 58
     picked = generator.permutation(len(index))[: math.floor(round(ratio * len(index), 6))]
     index[picked] = generator.permutation(index[picked])
     return np.repeat(index, each) if protocol == "image" else index
