@@ -283,7 +283,7 @@ void final_comma(std::string_view text, std::string& out) {
 void apostrophes_before_space(std::string_view text, std::string& out) {
   size_t done = 0;
   for (size_t i = 1; i + 1 < text.size(); ++i) {
-    if (text[i] != '\'' || text[i + 1] != ' ' || i == done || text[i - 1] == '\'') continue;
+    if (text[i] != '\'' || text[i + 1] != ' ' || text[i - 1] == '\'') continue;
     out.append(text, done, i - done);
     out += " ' ";
     done = i + 2;
