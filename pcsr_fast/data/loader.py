@@ -58,7 +58,7 @@ def batches(
     per_pass = count_batches(len(indices), batch_size, drop_last)
     if endless and not per_pass:
         raise ValueError(f"{split.name}: {len(indices)} pairs make no batch of {batch_size} to repeat")
-    if not 0 <= start <= per_pass and not endless:
+    if start < 0 or (start > per_pass and not endless):
         raise ValueError(f"{split.name}: start is {start}, but the epoch has {per_pass} batches")
     device = torch.device(device)
     dtype = torch.float16 if keep_float16 and split.features.dtype == np.float16 else torch.float32
@@ -149,7 +149,7 @@ class _Buffers:
             # torch keeps pinned memory for reuse itself
             return torch.empty(rows, *self.shape[1:], dtype=self.dtype, pin_memory=True)
         # a tensor's storage, and so every view and every graph that saved it, holds a reference to its array
-        free = next((i for i in range(len(self.arrays)) if sys.getrefcount(self.arrays[i]) == 2), None)
+        free = next((i for i in range(len(self.arrays)) if sys.getrefcount(self.arrays[i]) <= 2), None)
         if free is None:
             free = len(self.arrays)
             # numpy asks for huge pages, torch does not
@@ -166,7 +166,7 @@ def _checked_indices(split: Split, indices: np.ndarray) -> np.ndarray:
     indices = np.asarray(indices)
     if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
         raise ValueError(f"{split.name}: indices must be a list of pairs, got {indices.dtype} {list(indices.shape)}")
-    if len(indices) and not (0 <= indices.min() and indices.max() < len(split)):
+    if len(indices) and (indices.min() < 0 or indices.max() >= len(split)):
         bad = indices[(indices < 0) | (indices >= len(split))][0]
         raise ValueError(f"{split.name}: there is no pair {bad}; it has {len(split)} pairs")
     return indices
