@@ -2,8 +2,8 @@
 
 A scene is a grid of 3 x 3 cells, two to four of which hold a digit: one of scikit-learn's 1,797 scans of 8 x 8 pixels.
 Each split has scans of its own, so that a model meets unknown handwriting in dev and test. A region is a cell, empty
-or not; its feature is a fixed random layer, ReLU([pixels, row, column] P), in the place of a detector. The five captions
-of a scene describe it in five ways, and none says everything, so captions of similar scenes can be mistaken.
+or not; its feature is a fixed random layer, ReLU([pixels, row, column] P), in the place of a detector. The five
+captions of a scene describe it in five ways, and none says everything, so captions of similar scenes can be mistaken.
 """
 
 import functools

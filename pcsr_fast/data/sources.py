@@ -1,7 +1,7 @@
 """What a store is made from, image by image: rows of .npy files with a table of captions, or WebDataset tars."""
 
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import BytesIO
 from itertools import groupby, islice
 from math import prod
@@ -27,10 +27,6 @@ class Bad(NamedTuple):
     why: str
 
 
-# reads a file from its n-th sample on
-Reader = Callable[[Path, int], Iterator[Sample | Bad]]
-
-
 def find_source(source: Path | str) -> tuple[str, list[Path]]:
     """The kind of a source, `folder`, `rows` or `tars`, and the files that hold its features, in order."""
     source = Path(source)
@@ -45,6 +41,8 @@ def find_source(source: Path | str) -> tuple[str, list[Path]]:
         for path in rows:
             if not path.with_suffix(".tsv").exists():
                 raise FileNotFoundError(f"{path} has no {path.with_suffix('.tsv').name} beside it: id <tab> caption")
+            # before hours of work, not after
+            open_features(path)
         return "rows", rows
     raise ValueError(
         f"nothing to prepare in {source}: expected *_ims.npy with *_caps.txt or .tsv, "

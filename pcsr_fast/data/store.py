@@ -16,7 +16,7 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from pcsr_fast.data.files import write_whole
 from pcsr_fast.data.folder import build_vocabulary, find_vocabulary, open_captions, open_split
-from pcsr_fast.data.sources import Bad, Reader, Sample, find_source, read_rows, read_tar
+from pcsr_fast.data.sources import Bad, Sample, find_source, read_rows, read_tar
 from pcsr_fast.data.split import Split
 from pcsr_fast.data.tokens import Vocabulary, encode
 
@@ -179,15 +179,10 @@ def prepare(
             names = names if split is None else [split]
             words = words or _folder_vocabulary(Path(source), names[0], threshold)
             for name in names:
-                whole = _Whole(open_split(source, name, words, dev_images=None), words)
-                used = [Path(source) / f"{name}_ims.npy", open_captions(Path(source), name)[0].path]
-                _prepare_split(out, name, manifest, settings, used, 2, whole.read, whole.finish, skip_bad=None)
+                _prepare_split(out, name, manifest, settings, _Folder(Path(source), name, words))
         else:
-            reader = read_rows if kind == "rows" else read_tar
-            used = files if kind == "tars" else [f for path in files for f in (path, path.with_suffix(".tsv"))]
-            step = len(used) // len(files)
-            finish = _FromParts(words, threshold).finish
-            _prepare_split(out, split or "train", manifest, settings, used, step, reader, finish, skip_bad)
+            stream = _Stream(kind, files, words, threshold, skip_bad)
+            _prepare_split(out, split or "train", manifest, settings, stream)
     return manifest["splits"]
 
 
@@ -201,31 +196,37 @@ def _folder_vocabulary(folder: Path, split: str, threshold: int) -> Vocabulary:
         return build_vocabulary(folder, threshold)
 
 
-class _Whole:
-    """A folder's split: its captions are there at once."""
+class _Folder:
+    """A split of a folder, whose captions are there at once; so no image can be left out."""
 
-    def __init__(self, split: Split, vocabulary: Vocabulary):
-        self.split, self.vocabulary = split, vocabulary
+    skip_bad = None
+
+    def __init__(self, folder: Path, name: str, vocabulary: Vocabulary):
+        self.split = open_split(folder, name, vocabulary, dev_images=None)
+        self.vocabulary = vocabulary
+        self.files = [folder / f"{name}_ims.npy"]
+        self.all_files = [*self.files, open_captions(folder, name)[0].path]
 
     def read(self, path: Path, start: int) -> Iterator[Sample]:
         for i in range(start, self.split.images):
             yield Sample("", f"{path}, image {i}", self.split.features[i], [])
 
-    def finish(self, folder: Path, parts: list[Path]) -> Vocabulary:
-        split = self.split
+    def write_captions(self, folder: Path, parts: list[Path]) -> Vocabulary:
         for name in ("tokens", "offsets", "image_of"):
-            _write_array(folder / f"{name}.npy", [getattr(split, name)])
-        _write_texts(folder, lambda: split.texts)
+            _write_array(folder / f"{name}.npy", [getattr(self.split, name)])
+        _write_texts(folder, self.split.texts)
         return self.vocabulary
 
 
-class _FromParts:
-    """Captions that were gathered shard by shard, and are read from there several times rather than kept."""
+class _Stream:
+    """Files of samples, whose captions are gathered shard by shard, and read from there again rather than kept."""
 
-    def __init__(self, vocabulary: Vocabulary | None, threshold: int):
-        self.vocabulary, self.threshold = vocabulary, threshold
+    def __init__(self, kind: str, files: list[Path], vocabulary: Vocabulary | None, threshold: int, skip_bad: bool):
+        self.files, self.vocabulary, self.threshold, self.skip_bad = files, vocabulary, threshold, skip_bad
+        self.read = read_tar if kind == "tars" else read_rows
+        self.all_files = files if kind == "tars" else [*files, *(path.with_suffix(".tsv") for path in files)]
 
-    def finish(self, folder: Path, parts: list[Path]) -> Vocabulary:
+    def write_captions(self, folder: Path, parts: list[Path]) -> Vocabulary:
         def captions() -> Iterator[str]:
             return (text for part in parts for texts in _read_json(part)["captions"] for text in texts)
 
@@ -233,37 +234,25 @@ class _FromParts:
         lengths = [np.zeros(1, np.int64)]
 
         def tokens() -> Iterator[np.ndarray]:
-            texts = captions()
-            while some := list(islice(texts, 1 << 16)):
+            for some in _chunks(captions()):
                 ids, offsets = encode(some, vocabulary)
                 lengths.append(np.diff(offsets))
                 yield ids
 
         _write_array(folder / "tokens.npy", tokens())
         _write_array(folder / "offsets.npy", [np.cumsum(np.concatenate(lengths))])
-        each = [[len(texts) for texts in _read_json(part)["captions"]] for part in parts]
-        each = np.concatenate([np.array(counts, np.int64) for counts in each])
+        each = np.concatenate([[len(texts) for texts in _read_json(part)["captions"]] for part in parts])
         _write_array(folder / "image_of.npy", [np.repeat(np.arange(len(each)), each)])
-        _write_texts(folder, captions)
+        _write_texts(folder, captions())
         longest = max(len(i.encode()) for part in parts for i in _read_json(part)["ids"])
         ids = (np.array([i.encode() for i in _read_json(part)["ids"]], f"S{longest or 1}") for part in parts)
         _write_array(folder / "ids.npy", ids)
         return vocabulary
 
 
-def _prepare_split(
-    out: Path,
-    name: str,
-    manifest: dict,
-    settings: dict,
-    used: list[Path],
-    step: int,
-    reader: Reader,
-    finish: Callable[[Path, list[Path]], Vocabulary],
-    skip_bad: bool | None,
-) -> None:
+def _prepare_split(out: Path, name: str, manifest: dict, settings: dict, source: _Folder | _Stream) -> None:
     """Writes one split, shard by shard; what is behind the last whole shard is written again after a stop."""
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in used]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.all_files]
     settings = settings | {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest()}
     folder = out / name
     unfinished = folder / "unfinished"
@@ -273,7 +262,7 @@ def _prepare_split(
         return
     unfinished.mkdir(parents=True, exist_ok=True)
     # what a killed run was writing
-    for path in (*out.glob(".*"), *folder.glob(".*"), *unfinished.glob(".*")):
+    for path in (*out.glob(".*.json.*"), *folder.glob(".*.npy.*"), *unfinished.glob(".*.json.*")):
         path.unlink()
     if (unfinished / "settings.json").exists():
         _check_settings(folder, _read_json(unfinished / "settings.json"), settings)
@@ -281,43 +270,27 @@ def _prepare_split(
         raise ValueError(f"{folder} holds {others[0]}, which is of no store; choose another folder or empty it")
     _write_json(unfinished / "settings.json", settings)
 
-    parts = []
-    while (part := unfinished / f"{len(parts):05}.json").exists():
-        parts.append(part)
-    before = _read_json(parts[-1]) if parts else {"next": (0, 0), "shape": None}
-    skipped: list[str] = []
-    samples = _usable(
-        _samples(reader, used[::step], *before["next"]), before["shape"], settings["dtype"], skip_bad, skipped
-    )
-    with tqdm(samples, f"{name}, from shard {len(parts)}" if parts else name, unit=" images", disable=None) as samples:
-        samples = iter(samples)
-        while (first := next(samples, None)) is not None:
-            parts.append(unfinished / f"{len(parts):05}.json")
-            rows = max(1, settings["shard_bytes"] // first[1].nbytes)
-            record = _write_shard(folder / f"features-{parts[-1].stem}.npy", chain([first], islice(samples, rows - 1)))
-            _write_json(parts[-1], record | {"rows": rows, "shape": first[1].shape, "skipped": skipped})
-            skipped.clear()
-    if not parts:
-        raise ValueError(f"no sample of {used[0].parent} can be used" + (f": {skipped[0]}" if skipped else ""))
-
-    vocabulary = finish(folder, parts)
+    parts, skipped = _write_shards(folder, name, settings, source)
+    vocabulary = source.write_captions(folder, parts)
     if not manifest["splits"]:
         vocabulary.save(out / "vocab.json")
         manifest["vocabulary"] = _record(out / "vocab.json")
-    records = {f"features-{part.stem}.npy": _read_json(part) for part in parts}
-    left_out = [why for record in records.values() for why in record["skipped"]] + skipped
-    last = records[max(records)]
-    files = {shard: record["file"] for shard, record in records.items()}
+    images, files, left_out = 0, {}, []
+    for part in parts:
+        record = _read_json(part)
+        images += len(record["ids"])
+        files[f"features-{part.stem}.npy"] = record["file"]
+        left_out += record["skipped"]
+    left_out += skipped
     files |= {path.name: _record(path) for path in sorted(folder.glob("*.npy")) if path.name not in files}
-    arrays = {key: _open_array(folder / f"{key}.npy") for key in ("image_of", "tokens")}
     manifest["splits"][name] = {
-        "images": sum(len(record["ids"]) for record in records.values()),
-        "pairs": len(arrays["image_of"]),
-        "tokens": len(arrays["tokens"]),
-        "regions": last["shape"][0],
-        "width": last["shape"][1],
+        "images": images,
+        "pairs": len(_open_array(folder / "image_of.npy")),
+        "tokens": len(_open_array(folder / "tokens.npy")),
+        "regions": record["shape"][0],
+        "width": record["shape"][1],
         "dtype": settings["dtype"],
-        "rows_per_shard": last["rows"],
+        "rows_per_shard": record["rows"],
         "skipped": len(left_out),
         "first_skipped": left_out[:SKIPPED_LISTED],
         "settings": settings,
@@ -327,13 +300,51 @@ def _prepare_split(
     shutil.rmtree(unfinished)
 
 
-def _samples(
-    reader: Reader, files: list[Path], file: int, start: int
-) -> Iterator[tuple[Sample | Bad, tuple[int, int]]]:
+def _write_shards(folder: Path, name: str, settings: dict, source: _Folder | _Stream) -> tuple[list[Path], list[str]]:
+    """Writes the shards that are not there yet; returns a record of each, and what was left out behind the last."""
+    parts: list[Path] = []
+    before = {"next": (0, 0), "shape": None}
+    while (part := folder / "unfinished" / f"{len(parts):05}.json").exists():
+        before = _read_json(part)
+        if problem := _size_problem(folder / f"features-{part.stem}.npy", before["file"]["bytes"]):
+            raise ValueError(f"{problem}, or delete {folder} to begin again")
+        parts.append(part)
+    skipped: list[str] = []
+    samples = _usable(_samples(source, *before["next"]), before["shape"], settings["dtype"], source.skip_bad, skipped)
+    label = f"{name}, from shard {len(parts)}" if parts else name
+    with tqdm(samples, label, unit=" images", disable=None) as samples:
+        samples = iter(samples)
+        while (first := next(samples, None)) is not None:
+            part = folder / "unfinished" / f"{len(parts):05}.json"
+            rows = max(1, settings["shard_bytes"] // first[1].nbytes)
+            record = _write_shard(folder / f"features-{part.stem}.npy", chain([first], islice(samples, rows - 1)))
+            _write_json(part, record | {"rows": rows, "shape": first[1].shape, "skipped": skipped})
+            parts.append(part)
+            skipped.clear()
+    if not parts:
+        raise ValueError(f"{source.files[0]}: nothing can be used" + (f": {skipped[0]}" if skipped else ""))
+    return parts, skipped
+
+
+def _write_shard(path: Path, samples: Iterable[tuple]) -> dict:
+    ids, captions, after = [], [], None
+
+    def regions() -> Iterator[np.ndarray]:
+        nonlocal after
+        for sample, array, after in samples:  # noqa: B007
+            ids.append(sample.id)
+            captions.append(sample.captions)
+            yield array[None]
+
+    _write_array(path, regions())
+    return {"ids": ids, "captions": captions, "next": after, "file": _record(path)}
+
+
+def _samples(source: _Folder | _Stream, file: int, start: int) -> Iterator[tuple[Sample | Bad, tuple[int, int]]]:
     """Samples from one position on, each with the position behind it."""
-    for at in range(file, len(files)):
+    for at in range(file, len(source.files)):
         begin = start if at == file else 0
-        for n, sample in enumerate(reader(files[at], begin), begin + 1):
+        for n, sample in enumerate(source.read(source.files[at], begin), begin + 1):
             yield sample, (at, n)
 
 
@@ -406,17 +417,23 @@ def _write_array(path: Path, blocks: Iterable[np.ndarray]) -> None:
     write_whole(path, write)
 
 
-def _write_texts(folder: Path, texts: Callable[[], Iterable[str]]) -> None:
-    ends = [0]
+def _write_texts(folder: Path, texts: Iterable[str]) -> None:
+    lengths = [np.zeros(1, np.int64)]
 
     def blocks() -> Iterator[np.ndarray]:
-        remaining = iter(texts())
-        while some := [text.encode() for text in islice(remaining, 1 << 16)]:
-            ends.extend(map(len, some))
-            yield np.frombuffer(b"".join(some), np.uint8)
+        for some in _chunks(texts):
+            encoded = [text.encode() for text in some]
+            lengths.append(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+            yield np.frombuffer(b"".join(encoded), np.uint8)
 
     _write_array(folder / "text.npy", blocks())
-    _write_array(folder / "text_offsets.npy", [np.cumsum(np.array(ends, np.int64))])
+    _write_array(folder / "text_offsets.npy", [np.cumsum(np.concatenate(lengths))])
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    remaining = iter(texts)
+    while some := list(islice(remaining, 1 << 16)):
+        yield some
 
 
 def _open_array(path: Path) -> np.ndarray:
