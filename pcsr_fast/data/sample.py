@@ -19,9 +19,9 @@ GRID = 3
 WIDTH = 128
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PLACES = ("top left", "top", "top right", "left", "middle", "right", "bottom left", "bottom", "bottom right")
-COUNTS = (None, "a", "two", "three", "four")
+COUNTS = ("no", "a", "two", "three", "four")
 RELATIONS = ("above", "below", "left of", "right of")
-OTHER_WORDS = "and at digit digits in is of picture shows the there with , :"
+OTHER_WORDS = "an and digit digits in is of picture shows the there with , :"
 
 
 def sample_split(name: str, images: int | None = None, seed: int = 0) -> Split:
@@ -29,7 +29,7 @@ def sample_split(name: str, images: int | None = None, seed: int = 0) -> Split:
 
     >>> split = sample_split("dev", images=2)
     >>> split.features.shape, len(split), split.texts[0]
-    ((2, 9, 128), 10, 'a one in the right and a five in the bottom')
+    ((2, 9, 128), 10, 'a two in the right and an eight in the bottom')
     """
     images = IMAGES[_checked(name)] if images is None else images
     if images < 1:
@@ -98,6 +98,12 @@ def _features(pixels: np.ndarray) -> np.ndarray:  # [images, 9, 64] -> [images, 
     return np.maximum(x @ layer, 0)
 
 
+def _counted(digit: str, count: int = 1) -> str:
+    if count == 1:
+        return ("an " if digit == "eight" else "a ") + digit
+    return f"{COUNTS[count]} {_plural(digit)}"
+
+
 def _plural(digit: str) -> str:
     return digit + ("es" if digit == "six" else "s")
 
@@ -110,7 +116,7 @@ def _some(shown: dict[int, int], rng: np.random.Generator, count: int) -> list[t
 
 def _two_places(shown, rng) -> str:
     (first, here), (second, there) = _some(shown, rng, 2)
-    return f"a {first} in the {here} and a {second} in the {there}"
+    return f"{_counted(first)} in the {here} and {_counted(second)} in the {there}"
 
 
 def _places(shown, rng) -> str:
@@ -120,13 +126,12 @@ def _places(shown, rng) -> str:
 
 def _tally(shown, rng) -> str:
     counts = {digit: [*shown.values()].count(digit) for digit in rng.permutation([*shown.values()]).tolist()}
-    listed = [f"{COUNTS[n]} {_plural(DIGITS[d]) if n > 1 else DIGITS[d]}" for d, n in counts.items()]
-    return "there is " + " and ".join(listed)
+    return "there is " + " and ".join(_counted(DIGITS[digit], count) for digit, count in counts.items())
 
 
 def _number(shown, rng) -> str:
     digit, place = _some(shown, rng, 1)[0]
-    return f"{COUNTS[len(shown)]} digits : the {place} digit is a {digit}"
+    return f"{COUNTS[len(shown)]} digits : the {place} digit is {_counted(digit)}"
 
 
 def _relation(shown, rng) -> str:
@@ -135,7 +140,7 @@ def _relation(shown, rng) -> str:
     relations = [row < other_row, row > other_row, column < other_column, column > other_column]
     relation = RELATIONS[rng.choice(np.flatnonzero(relations))]
     first, second = (DIGITS[shown[int(cell)]] for cell in cells)
-    return f"a {first} {relation} a {second} with {COUNTS[len(shown)]} digits in the picture"
+    return f"{_counted(first)} {relation} {_counted(second)} with {COUNTS[len(shown)]} digits in the picture"
 
 
 PHRASES = (_two_places, _places, _tally, _number, _relation)
