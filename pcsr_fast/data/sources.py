@@ -103,6 +103,9 @@ def _key_and_kind(name: str) -> tuple[str, str]:
 
 
 def _tar_sample(tar: tarfile.TarFile, path: Path, key: str, members: dict[str, tarfile.TarInfo]) -> Sample | Bad:
+    # what tarfile makes of bytes that are not
+    if any("\udc80" <= character <= "\udcff" for character in key):
+        return Bad(f"{path}: the name {key!r} is not UTF-8")
     for kind in ("npy", "txt"):
         if kind not in members:
             return Bad(f"{path}: {key} has no {key}.{kind} beside {', '.join(m.name for m in members.values())}")
