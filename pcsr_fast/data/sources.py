@@ -52,7 +52,8 @@ def find_source(source: Path | str) -> tuple[str, list[Path]]:
 
 def read_rows(path: Path, start: int) -> Iterator[Sample | Bad]:
     """Rows of a .npy [rows, R, d] and the lines of the .tsv of the same name: as many for each row, 1 or more."""
-    rows = open_features(path)
+    # parts of a plain array are made faster than those of a memmap
+    rows = np.asarray(open_features(path))
     table = Lines(path.with_suffix(".tsv"), tabs=True)
     each, rest = divmod(len(table), len(rows))
     if rest or not each:
