@@ -7,6 +7,7 @@ from conftest import ROOT
 
 # a module may import those of lower rank, and its own package; the first match counts
 RANKS = [
+    (r"pcsr_fast\.__main__$", 6),
     (r"pcsr_fast\.(cli|train|evaluate|report)$", 5),
     (r"pcsr_fast\.(model|division|data|checkpoint|config)", 4),
     (r"pcsr_fast\.ops\.op$", 2),
