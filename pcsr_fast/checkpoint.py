@@ -1,4 +1,4 @@
-"""Checkpoints: written under a temporary name, synced and renamed, so that a crash leaves the old one or the new one."""
+"""Checkpoints: written under a temporary name, synced and renamed; a crash leaves the old one or the new one."""
 
 import os
 import pickle

@@ -42,14 +42,16 @@ class Division:
 
 
 @torch.no_grad()
-def evaluate_pairs(network: Network, split: Split, batches: Iterable[Batch], state: TallyState, config: Config):
+def evaluate_pairs(
+    network: Network, split: Split, batches: Iterable[Batch], state: TallyState, config: Config
+) -> Evaluation:
     """One pass in eval mode: the loss of every pair, and one count in the tally for every image."""
     network.eval()
     losses = np.full(len(split), np.nan, np.float32)
     image_labels = np.full(split.images, -1, np.int32)
     caption_labels = np.zeros(len(split), np.int32)
     likeness = np.zeros(len(split), np.float32)
-    sharp = near = seen = 0.0
+    sharp, near = [], []
     for batch in batches:
         images = network.encode_images(batch.features)
         captions = network.encode_captions(batch.tokens, batch.offsets)
@@ -65,10 +67,11 @@ def evaluate_pairs(network: Network, split: Split, batches: Iterable[Batch], sta
         rows = torch.from_numpy(first[new]).to(p.device)
         labels = tally(p[rows].to(state.counts.device), batch.images[rows].to(state.counts.device), state)
         image_labels[ids[new]] = labels.cpu().numpy()
-        sharp += float(p.softmax(1).amax(1).sum())
-        near += float(label_similarity(p, p.roll(1, 0)).sum())
-        seen += len(batch)
-    return Evaluation(losses, image_labels, caption_labels, likeness, sharp / seen, near / seen)
+        sharp.append(p.softmax(1).amax(1).mean())
+        near.append(label_similarity(p, p.roll(1, 0)).mean())
+    # the last batch may be small and count too much; these are figures to look at
+    figures = torch.stack([torch.stack(sharp).mean(), torch.stack(near).mean()]).tolist()
+    return Evaluation(losses, image_labels, caption_labels, likeness, *figures)
 
 
 def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Tensor:  # [B]
@@ -80,10 +83,14 @@ def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Ten
     own = torch.arange(size, device=batch.pairs.device)
     shifts = torch.arange(1, count + 1, device=own.device)
     other = (own[:, None] + shifts) % size
-    cells = torch.cat([torch.stack([own, own], 1), torch.stack([own[:, None].expand_as(other), other], 2).flatten(0, 1)])
+    cells = torch.cat(
+        [torch.stack([own, own], 1), torch.stack([own[:, None].expand_as(other), other], 2).flatten(0, 1)]
+    )
     scores = network.similarity(images, captions, cells)
     positive, negative = scores[:size], scores[size:].view(size, count)
-    wanted = batch.images[:, None] != batch.images[other] if config.mask_duplicates else torch.ones_like(other, dtype=bool)
+    wanted = (
+        batch.images[:, None] != batch.images[other] if config.mask_duplicates else torch.ones_like(other, dtype=bool)
+    )
     row = (config.alpha + negative - positive[:, None]).relu() * wanted
     column = (config.alpha + negative - positive[other]).relu() * wanted
     total = row.sum(1).index_add(0, other.flatten(), column.flatten())
@@ -92,12 +99,14 @@ def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Ten
 
 
 def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N], [2, 3]
-    """Posterior of the component with the smaller mean; and weight, mean and deviation of both, on the scaled losses."""
+    """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses."""
     from sklearn.mixture import GaussianMixture
 
     if not np.isfinite(losses).all():
         bad = np.flatnonzero(~np.isfinite(losses))
-        raise ValueError(f"the loss of pair {bad[0]} is {losses[bad[0]]}, and {len(bad)} are not finite: training diverged")
+        raise ValueError(
+            f"the loss of pair {bad[0]} is {losses[bad[0]]}, and {len(bad)} are not finite: training diverged"
+        )
     low, high = losses.min(), losses.max()
     if high - low < 1e-6 * max(abs(high), 1e-6):
         raise ValueError(
@@ -190,7 +199,10 @@ def health(found: Evaluation, division: Division | None, split: Split, config: C
     if division is not None:
         clean = division.subset == CLEAN
         figures |= {"agreement_clean": _mean(agree[clean]), "agreement_noisy": _mean(agree[~clean])}
-        figures |= {f"{name}_pairs": int((division.subset == code).sum()) for code, name in enumerate(("clean", "refinable", "ambiguous"))}
+        figures |= {
+            f"{name}_pairs": int((division.subset == code).sum())
+            for code, name in enumerate(("clean", "refinable", "ambiguous"))
+        }
         if noisy.any():
             right = clean & ~noisy
             figures |= {

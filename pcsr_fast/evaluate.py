@@ -32,7 +32,9 @@ def encode(network: Network, split: Split, batch: int = 256) -> tuple[Images, Ca
         words.append(found.words)
         whole.append(found.whole)
     offsets = torch.from_numpy(np.asarray(split.offsets)).to(device)
-    return Images(*(torch.cat(x) for x in zip(*images, strict=True))), Captions(torch.cat(words), offsets, torch.cat(whole))
+    return Images(*(torch.cat(x) for x in zip(*images, strict=True))), Captions(
+        torch.cat(words), offsets, torch.cat(whole)
+    )
 
 
 @torch.no_grad()
@@ -100,7 +102,9 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Recalls of each network (A, B) and of the mean of their scores ("mean"); with folds also "fold mean"."""
     names = [*"AB"][: len(networks)]
-    matrices = {name: score_matrix(n, *encode(n, split, batch), progress) for name, n in zip(names, networks, strict=True)}
+    matrices = {
+        name: score_matrix(n, *encode(n, split, batch), progress) for name, n in zip(names, networks, strict=True)
+    }
     matrices["mean"] = sum(matrices.values()) / len(matrices)
     found = {name: recalls(matrix, split.image_of) for name, matrix in matrices.items()}
     if folds:

@@ -169,7 +169,11 @@ def convert(state_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     found = {"image.weight": image["fc.weight"], "image.bias": image["fc.bias"], "words.weight": text["embed.weight"]}
     found |= {k.replace("cap_rnn.", "gru."): v for k, v in text.items() if k.startswith("cap_rnn.")}
     for ours, theirs, norms in (("image_pool", "v_global_w", True), ("caption_pool", "t_global_w", False)):
-        for layer, name in (("local", "embedding_local"), ("whole", "embedding_global"), ("weight", "embedding_common")):
+        for layer, name in (
+            ("local", "embedding_local"),
+            ("whole", "embedding_global"),
+            ("weight", "embedding_common"),
+        ):
             for kind in ("weight", "bias"):
                 found[f"{ours}.{layer}.{kind}"] = take(f"{theirs}.{name}.0.{kind}")
             for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):

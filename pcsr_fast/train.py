@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import pcsr_fast
 from pcsr_fast import checkpoint
-from pcsr_fast.config import Config, differences
+from pcsr_fast.config import SUBSETS, Config, differences
 from pcsr_fast.data.loader import Batch, batches, captions_of, count_batches
 from pcsr_fast.data.split import Split
 from pcsr_fast.division import (
@@ -64,7 +64,7 @@ class State:
     network: int = 0  # which one trains
     step: int = 0  # batches that it has done in this epoch
     observations: int = 0  # epochs in the tally
-    sums: dict[str, Tensor] = field(default_factory=dict)  # of losses and counts in this epoch
+    sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of losses in this epoch, by network and subset
     figures: list[dict[str, float]] = field(default_factory=lambda: [{}, {}])
     best: float = -1.0
     best_epoch: int = -1
@@ -90,7 +90,9 @@ def train(
     run = Path(run)
     check_data(config, train_split, dev_split, words)
     run.mkdir(parents=True, exist_ok=True)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
+    device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    )
     last = run / "last.pt"
     if last.exists() and resume == "never":
         raise FileExistsError(f"{last} exists: choose another folder, or resume the run in it")
@@ -127,12 +129,11 @@ def train(
                 divide_both(state, train_split, epoch, config, device, report)
             state.phase = "train" if state.phase == "divide" else state.phase
             while state.phase == "train":
-                for stats in train_epoch(state, train_split, epoch, config, device):
+                for _ in train_epoch(state, train_split, epoch, config, device):
+                    check_steps(state, config, last)
+                    save(force=interrupted())
                     if interrupted():
-                        save(force=True)
                         raise KeyboardInterrupt(f"stopped; everything is saved in {last}")
-                    save()
-                    check_steps(stats, state, config, last)
                 state.network, state.step, state.bank = state.network + 1, 0, None
                 if state.network == len(state.networks):
                     state.network, state.phase = 0, "validate"
@@ -144,6 +145,7 @@ def train(
                 **{f"dev_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()},
                 **{f"{NAMES[k]}_{key}": value for k in range(2) for key, value in state.figures[k].items()},
                 **means(state.sums),
+                "pairs_per_second": pairs_per_second(state.sums, started, config),
                 "learning_rate": learning_rate(epoch, config),
                 "seconds": time.monotonic() - started,
                 **memory(device),
@@ -219,9 +221,7 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device, 
             split, config.batch_size, seed_of(config, PASS, k), state.epoch, device=device, workers=config.workers
         )
         total = count_batches(len(split), config.batch_size)
-        found = evaluate_pairs(
-            network, split, progress(order, total, f"evaluate {NAMES[k]}"), state.tallies[k], config
-        )
+        found = evaluate_pairs(network, split, progress(order, total, f"evaluate {NAMES[k]}"), state.tallies[k], config)
         posterior, components = mixture(found.losses)
         pcs = pair_pcs(state.tallies[k], split, state.observations, config)
         before = state.divisions[k].tau if state.divisions[k] else None
@@ -236,8 +236,8 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device, 
         }
 
 
-def train_epoch(state: State, split: Split, epoch: int, config: Config, device) -> Iterator[dict[str, Tensor]]:
-    """One network's epoch from where it stands; yields after every step."""
+def train_epoch(state: State, split: Split, epoch: int, config: Config, device) -> Iterator[None]:
+    """One network's epoch from where it stands; yields where it can be saved, after each batch of the main loader."""
     k, network, optimizer = state.network, state.networks[state.network], state.optimizers[state.network]
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(epoch, config)
@@ -263,65 +263,63 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
         state.bank = Bank.empty(config, device)
 
     for batch in progress(main, total, f"train {NAMES[k]}", state.step):
-        if len(batch) >= 2:
-            if not divided:
-                mode = "mean" if epoch < 1 else "hardest"
-                run_step(state, k, CLEAN, config, lambda: plain_loss(network, batch, mode, epoch, config))
-            else:
-                run_step(state, k, CLEAN, config, lambda: clean_loss(network, batch, division, state, epoch, config))
-                for subset, source in others.items():
-                    other = next(source)
-                    if len(other) < 2:
-                        continue
-                    if subset == REFINABLE:
-                        call = lambda: refinable_loss(network, other, split, state, epoch, config)  # noqa: E731
-                    else:
-                        call = lambda: ambiguous_loss(network, other, epoch, config)  # noqa: E731
-                    run_step(state, k, subset, config, call)
+        # a single pair left over has no negative
+        if len(batch) >= 2 and not divided:
+            run_step(
+                state, "all", config, plain_loss, network, batch, "mean" if epoch < 1 else "hardest", epoch, config
+            )
+        elif len(batch) >= 2:
+            run_step(state, "clean", config, clean_loss, network, batch, division, state.bank, epoch, config)
+            for subset, source in others.items():
+                other = next(source)
+                if len(other) < 2:
+                    continue
+                if subset == REFINABLE:
+                    run_step(
+                        state, "refinable", config, refinable_loss, network, other, split, state.bank, epoch, config
+                    )
+                else:
+                    run_step(state, "ambiguous", config, ambiguous_loss, network, other, epoch, config)
         state.step = batch.position
-        yield state.sums
+        yield
 
 
-def run_step(state: State, k: int, subset: int, config: Config, compute: Callable[[], dict[str, Tensor]]) -> None:
+def run_step(state: State, subset: str, config: Config, loss: Callable[..., dict[str, Tensor]], *args) -> None:
     """Forward, backward, clip and Adam; a step whose loss or gradient is not finite changes nothing but its count.
 
     Nothing is copied to the host: the optimiser skips by a flag on the device.
     """
-    network, optimizer = state.networks[k], state.optimizers[k]
+    network, optimizer = state.networks[state.network], state.optimizers[state.network]
     network.train()
     # dropout follows from the place in the schedule
-    torch.manual_seed(seed_of(config, STEP, state.epoch, k, state.step, subset))
+    place = (state.epoch, state.network, state.step, ("all", *SUBSETS).index(subset))
+    torch.manual_seed(seed_of(config, STEP, *place))
     kept = [x.clone() for x in network.buffers()]
     optimizer.zero_grad(set_to_none=True)
-    autocast = config.precision == "bf16" and next(network.parameters()).is_cuda
+    device = next(network.parameters()).device
+    parts: dict[str, Tensor] = {}
     try:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            parts = compute()
+        with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bf16" and device.type == "cuda"):
+            parts = loss(*args)
         parts["loss"].backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip)
-    except RuntimeError as error:
-        # on the CPU the ops look, and say so
-        if "NaN" not in str(error):
-            raise
-        norm = torch.tensor(torch.nan, device=next(network.parameters()).device)
-        parts = {}
-    bad = (~norm.isfinite()).float()
-    if parts:
+        bad = (~norm.isfinite()).float()
         optimizer.found_inf = bad
         optimizer.step()
+    except RuntimeError as error:
+        # on the CPU the ops look at what they are given, and say so
+        if "NaN" not in str(error):
+            raise
+        norm, bad = torch.tensor(torch.nan, device=device), torch.ones((), device=device)
     for buffer, old in zip(network.buffers(), kept, strict=True):
         buffer.copy_(torch.where(bad.bool(), old, buffer))
-    state.bad_streak = bad if state.bad_streak is None else (state.bad_streak + bad) * bad
-    prefix = ("clean", "refinable", "ambiguous")[subset] if state.epoch >= 0 else ""
-    good = 1 - bad
-    for name, value in ({"gradient_norm": norm} | parts).items():
-        add(state.sums, f"{NAMES[k]}_{prefix}_{name}", torch.where(bad.bool(), 0, value.detach().float()))
-    add(state.sums, f"{NAMES[k]}_{prefix}_steps", good)
-    add(state.sums, f"{NAMES[k]}_bad_steps", bad)
-
-
-def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    sums[name] = sums[name] + value if name in sums else value.clone()
+    state.bad_streak = (bad if state.bad_streak is None else state.bad_streak + bad) * bad
+    sums = state.sums.setdefault(f"{NAMES[state.network]}_{subset}", {})
+    parts |= {"gradient_norm": norm, "steps": 1 - bad, "bad_steps": bad}
+    for name, value in parts.items():
+        value = value.detach().float()
+        value = value if name == "bad_steps" else torch.where(bad.bool(), 0, value)
+        sums[name] = sums[name] + value if name in sums else value.clone()
 
 
 # the losses of a step; "loss" is differentiated, the rest is logged
@@ -357,7 +355,7 @@ def plain_loss(network: Network, batch: Batch, mode: str, epoch: int, config: Co
 
 
 def clean_loss(
-    network: Network, batch: Batch, division: Division, state: State, epoch: int, config: Config
+    network: Network, batch: Batch, division: Division, bank: "Bank", epoch: int, config: Config
 ) -> dict[str, Tensor]:
     images, captions = encode_batch(network, batch)
     classified = config.method == "pcsr"
@@ -375,16 +373,16 @@ def clean_loss(
         found = agreement(p, q, 0.0)
         parts |= {"ce": found.image_loss.mean(), "entropy": entropy(found.image_mean)}
         loss = loss + config.lambda_ce * parts["ce"] - config.lambda_entropy * parts["entropy"]
-        state.bank.put(p, batch.pairs, config)
+        bank.put(p, batch.pairs, config)
     return {"loss": loss} | parts
 
 
 def refinable_loss(
-    network: Network, batch: Batch, split: Split, state: State, epoch: int, config: Config
+    network: Network, batch: Batch, split: Split, bank: "Bank", epoch: int, config: Config
 ) -> dict[str, Tensor]:
     """Images keep, captions change: each image trains with the caption of the clean image that is most like it."""
     images = network.encode_images(batch.features)
-    pairs, likeness = state.bank.match(network.image_logits(images))
+    pairs, likeness = bank.match(network.image_logits(images))
     # which captions to read is the one thing the host must know
     tokens, offsets = (x.to(batch.pairs.device) for x in captions_of(split, pairs.cpu().numpy()))
     captions = network.encode_captions(tokens, offsets)
@@ -411,7 +409,7 @@ def ambiguous_loss(network: Network, batch: Batch, epoch: int, config: Config) -
 
 @dataclass
 class Bank:
-    """Predictions of clean images that refinable ones are matched with: those of this step, or a ring of recent ones."""
+    """Predictions of clean images that refinable ones are matched with: of this step, or a ring of recent ones."""
 
     predictions: Tensor  # [M, K], unit vectors
     pairs: Tensor  # [M], whose captions they are; -1 where there is none yet
@@ -523,7 +521,7 @@ def restore(state: State, saved: dict, config: Config, identity: dict, path: Pat
         state.bank = Bank(found["predictions"].to(device), found["pairs"].to(device), found["place"])
     for name in ("epoch", "phase", "network", "step", "observations", "figures", "best", "best_epoch"):
         setattr(state, name, saved[name])
-    state.sums = {name: value.to(device) for name, value in saved["sums"].items()}
+    state.sums = {group: {k: v.to(device) for k, v in parts.items()} for group, parts in saved["sums"].items()}
     state.bad_streak = None if saved["bad_streak"] is None else saved["bad_streak"].to(device)
     return saved["records"]
 
@@ -535,31 +533,34 @@ def _plain(value):
 # what is reported
 
 
-def check_steps(sums: dict[str, Tensor], state: State, config: Config, last: Path) -> None:
+def check_steps(state: State, config: Config, last: Path) -> None:
     """Every log_every steps: one look at the device."""
     if state.step % config.log_every or state.bad_streak is None:
         return
-    if int(state.bad_streak) >= config.stop_after_bad_steps:
+    if (streak := int(state.bad_streak)) >= config.stop_after_bad_steps:
         saved = f"the last good state is in {last}" if last.exists() else "nothing was saved before"
         raise TrainingError(
-            f"loss or gradient was not finite in {int(state.bad_streak)} steps in a row (epoch {state.epoch + 1}, network "
+            f"loss or gradient was not finite in {streak} steps in a row (epoch {state.epoch + 1}, network "
             f"{NAMES[state.network]}); {saved}; lower learning_rate, or look for NaN in the features"
         )
 
 
-def means(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Sums over steps as means; counts stay. One copy from the device."""
-    if not sums:
-        return {}
-    values = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+def means(sums: dict[str, dict[str, Tensor]]) -> dict[str, float]:
+    """Means over the steps, and their counts."""
     found = {}
-    for name, value in values.items():
-        steps = values.get(name.rpartition("_")[0].removesuffix("_gradient") + "_steps", 0)
-        if name.endswith("_steps"):
-            found[name] = int(value)
-        else:
-            found[name] = value / max(steps, 1)
+    for group, parts in sums.items():
+        # one copy from the device for each group
+        values = dict(zip(parts, torch.stack([*parts.values()]).tolist(), strict=True))
+        for name, value in values.items():
+            counted = name in ("steps", "bad_steps")
+            found[f"{group}_{name}"] = int(value) if counted else value / max(values["steps"], 1)
     return found
+
+
+def pairs_per_second(sums: dict[str, dict[str, Tensor]], started: float, config: Config) -> float:
+    """Of training and division together, since the epoch began or was resumed."""
+    steps = sum(float(parts["steps"]) for parts in sums.values())
+    return steps * config.batch_size / (time.monotonic() - started)
 
 
 def epoch_line(record: dict, epochs: int, state: State) -> str:
@@ -582,12 +583,14 @@ def warnings_of(record: dict, config: Config) -> list[str]:
         if record.get(f"{name}_clean_pairs", 2) < 2:
             found.append(f"network {name} finds no clean pairs")
         if abs(record.get(f"{name}_mixture_high", 1.0) - record.get(f"{name}_mixture_low", 0.0)) < 0.02:
-            found.append(f"network {name}: both components of the mixture have the same mean; losses do not tell pairs apart")
-        loss = record.get(f"{name}_clean_triplet", 0.0)
+            found.append(
+                f"network {name}: both components of the mixture have the same mean; losses do not tell pairs apart"
+            )
+        loss = record.get(f"{name}_{'all' if config.method == 'sgr' else 'clean'}_triplet", 0.0)
         if record["stage"] != "warm-up" and abs(loss - 2 * config.alpha) < 0.04 * config.alpha:
             found.append(f"network {name}: the triplet loss stands at twice alpha: scores have collapsed to one value")
-        if record.get(f"{name}_bad_steps"):
-            found.append(f"network {name}: {record[f'{name}_bad_steps']} steps were not finite and were skipped")
+        if skipped := sum(v for key, v in record.items() if key.startswith(name) and key.endswith("_bad_steps")):
+            found.append(f"network {name}: {skipped} steps were not finite and were skipped")
     return found
 
 

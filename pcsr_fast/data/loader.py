@@ -102,6 +102,15 @@ def count_batches(pairs: int, batch_size: int, drop_last: bool = False) -> int:
     return pairs // batch_size if drop_last else -(-pairs // batch_size)
 
 
+def captions_of(split: Split, pairs: np.ndarray) -> tuple[Tensor, Tensor]:  # int [B]
+    """Tokens of these captions back to back, int64, and their offsets."""
+    begin = split.offsets[pairs]
+    lengths = split.offsets[pairs + 1] - begin
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    place = np.repeat(begin - offsets[:-1], lengths) + np.arange(offsets[-1])
+    return torch.from_numpy(split.tokens[place].astype(np.int64)), torch.from_numpy(offsets)
+
+
 def gather(features: np.ndarray, rows: np.ndarray, out: Tensor) -> Tensor:  # [images, R, d], int [B], [B, R, d]
     """Copies rows of a map into a tensor, and converts float16 to float32 on the way; most of it without the GIL."""
     target = out.numpy()
@@ -126,12 +135,8 @@ def gather(features: np.ndarray, rows: np.ndarray, out: Tensor) -> Tensor:  # [i
 def _assemble(split: Split, pairs: np.ndarray, features: Tensor, position: int) -> Batch:
     images = np.asarray(split.image_of[pairs])
     gather(split.features, images, features)
-    begin = split.offsets[pairs]
-    lengths = split.offsets[pairs + 1] - begin
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    place = np.repeat(begin - offsets[:-1], lengths) + np.arange(offsets[-1])
-    tokens = split.tokens[place].astype(np.int64)
-    return Batch(features, *map(torch.from_numpy, (tokens, offsets, pairs.astype(np.int64), images)), position)
+    captions = captions_of(split, pairs)
+    return Batch(features, *captions, *map(torch.from_numpy, (pairs.astype(np.int64), images)), position)
 
 
 class _Buffers:
