@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import pcsr_fast
 from pcsr_fast import checkpoint
 from pcsr_fast.config import SUBSETS, Config, differences
 from pcsr_fast.data.loader import Batch, batches, captions_of, count_batches
@@ -468,7 +468,7 @@ def weights(state: State, config: Config, identity: dict, record: dict) -> dict:
         "config": dataclasses.asdict(config),
         "data": identity,
         "record": record,
-        "versions": {"pcsr_fast": pcsr_fast.__version__, "torch": str(torch.__version__)},
+        "versions": {"pcsr_fast": version("pcsr_fast"), "torch": str(torch.__version__)},
     }
 
 
