@@ -180,51 +180,6 @@ def compare(
 
 
 @triton.jit
-def edges(
-    nodes, mix, shift, rows, pair, keys, key_pair, S,
-    ROWS: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    IN: tl.constexpr, MMA: tl.constexpr, IP: tl.constexpr,
-):  # fmt: skip
-    """Logits (E M + u) E' of rows and keys, -inf between different pairs."""
-    k = tl.arange(0, BK)
-    q = tl.arange(0, BQ)
-    logits = tl.zeros([ROWS, ROWS], tl.float32)
-    for j in range(0, S, BQ):
-        query = tl.zeros([ROWS, BQ], tl.float32)
-        for i in range(0, S, BK):
-            e_in, m_in = (pair >= 0)[:, None], (j + q < S)[None, :]
-            if not EVEN:
-                e_in, m_in = e_in & (i + k < S)[None, :], m_in & (i + k < S)[:, None]
-            e = tl.load(nodes + rows[:, None] * S + (i + k)[None, :], mask=e_in, other=0)
-            m = tl.load(mix + (i + k)[:, None] * S + (j + q)[None, :], mask=m_in, other=0)
-            query = tl.dot(e.to(MMA), m.to(MMA), query, input_precision=IP)
-        query += tl.load(shift + j + q, mask=j + q < S, other=0).to(tl.float32)[None, :]
-        key_in = (key_pair >= 0)[:, None] & (j + q < S)[None, :]
-        key = tl.load(nodes + keys[:, None] * S + (j + q)[None, :], mask=key_in, other=0)
-        logits = tl.dot(query.to(IN).to(MMA), key.to(MMA).T, logits, input_precision=IP)
-    return tl.where(pair[:, None] == key_pair[None, :], logits, -float("inf"))
-
-
-@triton.jit
-def pass_on(
-    total, p, nodes, graph, keys, key_pair, s, S,
-    BK: tl.constexpr, EVEN: tl.constexpr, IN: tl.constexpr, MMA: tl.constexpr, IP: tl.constexpr,
-):  # fmt: skip
-    """total + (P E) Wg'."""
-    k = tl.arange(0, BK)
-    p = p.to(IN).to(MMA)
-    for i in range(0, S, BK):
-        e_in, g_in = (key_pair >= 0)[:, None], (s < S)[:, None]
-        if not EVEN:
-            e_in, g_in = e_in & (i + k < S)[None, :], g_in & (i + k < S)[None, :]
-        e = tl.load(nodes + keys[:, None] * S + (i + k)[None, :], mask=e_in, other=0)
-        g = tl.load(graph + s[:, None] * S + (i + k)[None, :], mask=g_in, other=0)
-        gathered = tl.dot(p, e.to(MMA), input_precision=IP)
-        total = tl.dot(gathered.to(IN).to(MMA), g.to(MMA).T, total, input_precision=IP)
-    return total
-
-
-@triton.jit
 def put_step(result, rows, pair, total, weight, bias, s, S):
     total = total / weight[:, None] + tl.load(bias + s, mask=s < S, other=0).to(tl.float32)[None, :]
     total = tl.where(total < 0, 0.0, total)
@@ -247,24 +202,54 @@ def reason(
     """relu(softmax((E M + u) E') E Wg' + bg) within each pair; one program per block of nodes and SB columns."""
     rows = (first_block + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     s = tl.program_id(1) * SB + tl.arange(0, SB)
+    k = tl.arange(0, BK)
+    q = tl.arange(0, BQ)
     pair = tl.load(node_pair + rows)
-    logits = edges(nodes, mix, shift, rows, pair, rows, pair, S, ROWS, BQ, BK, EVEN, IN, MMA, IP)
+    live = (pair >= 0)[:, None]
+    logits = tl.zeros([ROWS, ROWS], tl.float32)
+    for j in range(0, S, BQ):
+        query = tl.zeros([ROWS, BQ], tl.float32)
+        for i in range(0, S, BK):
+            e_in, m_in = live, (j + q < S)[None, :]
+            if not EVEN:
+                e_in, m_in = e_in & (i + k < S)[None, :], m_in & (i + k < S)[:, None]
+            e = tl.load(nodes + rows[:, None] * S + (i + k)[None, :], mask=e_in, other=0)
+            m = tl.load(mix + (i + k)[:, None] * S + (j + q)[None, :], mask=m_in, other=0)
+            query = tl.dot(e.to(MMA), m.to(MMA), query, input_precision=IP)
+        query += tl.load(shift + j + q, mask=j + q < S, other=0).to(tl.float32)[None, :]
+        key = tl.load(nodes + rows[:, None] * S + (j + q)[None, :], mask=live & (j + q < S)[None, :], other=0)
+        logits = tl.dot(query.to(IN).to(MMA), key.to(MMA).T, logits, input_precision=IP)
+    logits = tl.where(pair[:, None] == pair[None, :], logits, -float("inf"))
     p = tl.exp(logits - tl.max(logits, 1)[:, None])
-    total = tl.zeros([ROWS, SB], tl.float32)
-    total = pass_on(total, p, nodes, graph, rows, pair, s, S, BK, EVEN, IN, MMA, IP)
+    value = tl.zeros([ROWS, SB], tl.float32)
+    for i in range(0, S, BK):
+        e_in, g_in = live, (s < S)[:, None]
+        if not EVEN:
+            e_in, g_in = e_in & (i + k < S)[None, :], g_in & (i + k < S)[None, :]
+        e = tl.load(nodes + rows[:, None] * S + (i + k)[None, :], mask=e_in, other=0)
+        g = tl.load(graph + s[:, None] * S + (i + k)[None, :], mask=g_in, other=0)
+        value = tl.dot(e.to(MMA), g.to(MMA).T, value, input_precision=IP)
+    total = tl.dot(p.to(IN).to(MMA), value.to(IN).to(MMA), input_precision=IP)
     put_step(result, rows, pair, total, tl.sum(p, 1), bias, s, S)
 
 
 @triton.jit
-def reason_long(
-    nodes, mix, shift, graph, bias, node_pair, key_first, key_last, result, S,
-    ROWS: tl.constexpr, SB: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+def link(
+    nodes,  # [nodes, S]
+    query,  # [nodes, S], E M + u
+    value,  # [nodes, S], E Wg'
+    bias,  # [S]
+    node_pair, key_first, key_last,
+    result,  # [nodes, S]
+    S,
+    ROWS: tl.constexpr, SB: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     IN: tl.constexpr, MMA: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
-    """The same for pairs that are longer than a block: their blocks are the keys in turn, the softmax a running one."""
+    """What reason does after its projections, for pairs of any length: the blocks of a pair are its keys in turn."""
     block = tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
     s = tl.program_id(1) * SB + tl.arange(0, SB)
+    k = tl.arange(0, BK)
     pair = tl.load(node_pair + rows)
     total = tl.zeros([ROWS, SB], tl.float32)
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -272,13 +257,24 @@ def reason_long(
     for first in range(tl.load(key_first + block), tl.load(key_last + block), ROWS):
         keys = first + tl.arange(0, ROWS)
         key_pair = tl.load(node_pair + keys)
-        logits = edges(nodes, mix, shift, rows, pair, keys, key_pair, S, ROWS, BQ, BK, EVEN, IN, MMA, IP)
+        logits = tl.zeros([ROWS, ROWS], tl.float32)
+        for i in range(0, S, BK):
+            q_in, e_in = (pair >= 0)[:, None], (key_pair >= 0)[:, None]
+            if not EVEN:
+                q_in, e_in = q_in & (i + k < S)[None, :], e_in & (i + k < S)[None, :]
+            q = tl.load(query + rows[:, None] * S + (i + k)[None, :], mask=q_in, other=0)
+            e = tl.load(nodes + keys[:, None] * S + (i + k)[None, :], mask=e_in, other=0)
+            logits = tl.dot(q.to(MMA), e.to(MMA).T, logits, input_precision=IP)
+        logits = tl.where(pair[:, None] == key_pair[None, :], logits, -float("inf"))
         higher = tl.maximum(highest, tl.max(logits, 1))
         p = tl.exp(logits - higher[:, None])
         fade = tl.exp(highest - higher)
         highest = higher
         weight = weight * fade + tl.sum(p, 1)
-        total = pass_on(total * fade[:, None], p, nodes, graph, keys, key_pair, s, S, BK, EVEN, IN, MMA, IP)
+        v = tl.load(
+            value + keys[:, None] * S + s[None, :], mask=(key_pair >= 0)[:, None] & (s < S)[None, :], other=0
+        )
+        total = tl.dot(p.to(IN).to(MMA), v.to(MMA), total * fade[:, None], input_precision=IP)
     put_step(result, rows, pair, total, weight, bias, s, S)
 
 
@@ -328,8 +324,9 @@ class Layout(NamedTuple):
     pair_word: Tensor  # first row
     pair_node: Tensor  # first node, the global one
     node_pair: Tensor  # [nodes], -1 where empty
-    key_first: Tensor  # [blocks of pairs that are longer than one], nodes
+    key_first: Tensor  # [blocks of nodes], nodes
     key_last: Tensor
+    long: int  # blocks of pairs that are longer than one; they come first
 
 
 def pack(sizes: np.ndarray) -> tuple[np.ndarray, int]:
@@ -377,10 +374,13 @@ def lay_out(image: np.ndarray, caption: np.ndarray, offsets: np.ndarray, device:
     node_pair = np.full(blocks * BLOCK, -1)
     node_pair[pair_node] = np.arange(len(image))
     node_pair[row_node] = pair
-    long = np.argsort(pair_node)[: int((length + 1 > BLOCK).sum())]
-    own = -(-(length[long] + 1) // BLOCK)
-    key_first = np.repeat(pair_node[long], own)
-    key_last = np.repeat(pair_node[long] + own * BLOCK, own)
+    key_first = np.arange(blocks) * BLOCK
+    key_last = key_first + BLOCK
+    longer = np.argsort(pair_node)[: int((length + 1 > BLOCK).sum())]
+    own = -(-(length[longer] + 1) // BLOCK)
+    long = int(own.sum())
+    key_first[:long] = np.repeat(pair_node[longer], own)
+    key_last[:long] = np.repeat(pair_node[longer] + own * BLOCK, own)
     # words of each image, cut into blocks
     words = np.bincount(image, length).astype(np.int64)
     cut = -(-words // BLOCK)
@@ -388,7 +388,7 @@ def lay_out(image: np.ndarray, caption: np.ndarray, offsets: np.ndarray, device:
     step = np.arange(len(block_image)) - np.repeat(np.cumsum(cut) - cut, cut)
     block_first = (np.cumsum(words) - words)[block_image] + step * BLOCK
     block_last = np.minimum(block_first + BLOCK, np.cumsum(words)[block_image])
-    tables = Layout(
+    tables = (
         offsets[caption][pair] + place, row_node, block_image, block_first, block_last,
         image, caption, length, pair_word, pair_node, node_pair, key_first, key_last,
     )  # fmt: skip
@@ -398,7 +398,7 @@ def lay_out(image: np.ndarray, caption: np.ndarray, offsets: np.ndarray, device:
     if device.type == "cuda":
         joined = joined.pin_memory().to(device, non_blocking=True)
     parts = joined.split([len(t) for t in padded])
-    return Layout(*(part[: len(t)] for part, t in zip(parts, tables, strict=True)))
+    return Layout(*(part[: len(t)] for part, t in zip(parts, tables, strict=True)), long)
 
 
 class Tiles(NamedTuple):
@@ -406,6 +406,7 @@ class Tiles(NamedTuple):
 
     RP: int
     SB: int
+    SB_LINK: int
     SP: int
     BD: int
     BK: int
@@ -428,6 +429,7 @@ def tiles(regions: int, dim: int, nodes: int, dtype: torch.dtype, precision: str
     return Tiles(
         RP=max(16, triton.next_power_of_2(regions)),
         SB=sb,
+        SB_LINK=min(64, sb),
         SP=wide,
         BD=depth,
         BK=depth,
@@ -449,7 +451,7 @@ def score_chunk(
     w_loc, b_loc, w_glo, b_glo, mix, shift, graph, bias, w_score, b_score = weights
     (_, r, d), (steps, s) = regions.shape, mix.shape[:2]
     pairs, columns = len(layout.pair_image), triton.cdiv(s, t.SB)
-    word_blocks, node_blocks = len(layout.block_image), len(layout.node_pair) // BLOCK
+    word_blocks, node_blocks = len(layout.block_image), len(layout.key_first)
     attention = regions.new_empty(len(layout.row_word), t.RP, dtype=torch.float32)
     nodes, other = (regions.new_empty(len(layout.node_pair), s) for _ in range(2))
     types = dict(IN=t.IN, MMA=t.MMA, IP=t.IP)
@@ -473,20 +475,22 @@ def score_chunk(
     )  # fmt: skip
     if not t.norm:
         nodes /= torch.linalg.vector_norm(nodes, dim=1, keepdim=True) + 1e-8
-    sizes = dict(ROWS=BLOCK, SB=t.SB, BQ=min(BLOCK, t.SB), BK=t.BK, EVEN=t.even_s)
+    # pairs that are longer than a block come first; with ieee the fused kernel would need too many registers
+    apart = layout.long if t.IP != "ieee" else node_blocks
+    tile = dict(ROWS=BLOCK, BK=t.BK, EVEN=t.even_s)
     for step in range(steps - 1):
-        weights_of_step = (mix[step], shift[step], graph[step], bias[step])
-        # pairs that are longer than a block come first
-        if long := len(layout.key_first):
-            narrow = min(128, t.SB)
-            reason_long[(long, triton.cdiv(s, narrow))](
-                nodes, *weights_of_step, layout.node_pair, layout.key_first, layout.key_last, other, s,
-                **sizes | dict(SB=narrow), **types, **LAUNCH["reason_long"],
+        if apart:
+            rows = nodes[: apart * BLOCK]
+            query, value = torch.addmm(shift[step], rows, mix[step]), rows @ graph[step].T
+            link[(apart, triton.cdiv(s, t.SB_LINK))](
+                nodes, query, value, bias[step], layout.node_pair, layout.key_first, layout.key_last, other, s,
+                SB=t.SB_LINK, **tile, **types, **LAUNCH["link"],
             )  # fmt: skip
-        if node_blocks > long:
-            reason[(node_blocks - long, columns)](
-                nodes, *weights_of_step, layout.node_pair, other, long, s, **sizes, **types, **LAUNCH["reason"]
-            )
+        if node_blocks > apart:
+            reason[(node_blocks - apart, columns)](
+                nodes, mix[step], shift[step], graph[step], bias[step], layout.node_pair, other, apart, s,
+                SB=t.SB, BQ=min(64, t.SB), **tile, **types, **LAUNCH["reason"],
+            )  # fmt: skip
         nodes, other = other, nodes
     # in the last step only the global nodes are wanted
     query = torch.addmm(shift[-1], nodes[layout.pair_node], mix[-1])
@@ -500,12 +504,12 @@ def score_chunk(
 
 # measured by the compiler only: registers without spills and shared memory that every architecture has
 LAUNCH = {
-    "attend": dict(num_warps=4, num_stages=3),
+    "attend": dict(num_warps=4, num_stages=4),
     "weigh": dict(num_warps=4, num_stages=1),
     "align": dict(num_warps=8, num_stages=2),
     "compare": dict(num_warps=8, num_stages=2),
     "reason": dict(num_warps=8, num_stages=2),
-    "reason_long": dict(num_warps=8, num_stages=2),
+    "link": dict(num_warps=8, num_stages=2),
     "gather": dict(num_warps=4, num_stages=1),
 }
 
@@ -533,8 +537,9 @@ def forward(
     interpreted = triton.knobs.runtime.interpret
     t = tiles(r, d, s, regions.dtype, precision(), interpreted)
     gram = torch.nn.functional.pad(torch.bmm(regions.float(), regions.float().mT), (0, t.RP - r, 0, t.RP - r))
-    # nodes of two steps, attention, tables
-    budget = WORKSPACE // (2 * s * regions.element_size() + 4 * t.RP + 16)
+    # nodes of two steps and what link reads, attention, tables
+    buffers = 4 if t.IP == "ieee" else 2
+    budget = WORKSPACE // (buffers * s * regions.element_size() + 4 * t.RP + 16)
     sizes = np.diff(offsets) + 1
 
     def score(layout, part):
