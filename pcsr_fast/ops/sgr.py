@@ -9,7 +9,7 @@ from pcsr_fast import backend
 from pcsr_fast.ops.op import Backward, Cost, Op, check, in_float32, register
 
 # words, with padding, that the reference and the gradient in plain torch compute at a time
-CHUNK = 4096
+CHUNK = 8192
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -202,7 +202,8 @@ def on_triton(regions, words, offsets, image_globals, caption_globals, *rest) ->
         full = [in_float32(x) for x in floating]
         return reference(*full[:2], offsets, *full[2:], pairs)
     offsets, pairs = _check_indices(regions, words, offsets, pairs)
-    return kernels.forward(*floating[:2], offsets.numpy(), *floating[2:], pairs if pairs is None else pairs.numpy())
+    with torch.cuda.device_of(regions):
+        return kernels.forward(*floating[:2], offsets.numpy(), *floating[2:], pairs if pairs is None else pairs.numpy())
 
 
 def recompute(grad_scores, regions, words, offsets, *rest) -> tuple[Tensor, ...]:
@@ -224,6 +225,12 @@ def recompute(grad_scores, regions, words, offsets, *rest) -> tuple[Tensor, ...]
     lengths, order = offsets.diff()[cells[:, 1]].sort(descending=True, stable=True)
     cells, upstream, lengths = cells[order], grad_scores[wanted[order]], lengths.tolist()
     leaves = [in_float32(x.detach()).requires_grad_() for x in (regions, words, *others)]
+    return tuple(grad.to(regions.dtype) for grad in _gradients(leaves, offsets, cells, lengths, upstream))
+
+
+def _gradients(
+    leaves: list[Tensor], offsets: Tensor, cells: Tensor, lengths: list[int], upstream: Tensor
+) -> list[Tensor]:
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in leaves]
     at = 0
     while at < len(lengths):
@@ -233,7 +240,7 @@ def recompute(grad_scores, regions, words, offsets, *rest) -> tuple[Tensor, ...]
         for total, grad in zip(grads, torch.autograd.grad(scores, leaves, upstream[part]), strict=True):
             total += grad
         at = part.stop
-    return tuple(grad.to(regions.dtype) for grad in grads)
+    return grads
 
 
 def fake_backward(grad_scores, regions, words, offsets, *rest) -> tuple[Tensor, ...]:

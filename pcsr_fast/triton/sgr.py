@@ -477,19 +477,18 @@ def score_chunk(
         nodes /= torch.linalg.vector_norm(nodes, dim=1, keepdim=True) + 1e-8
     # pairs that are longer than a block come first; with ieee the fused kernel would need too many registers
     apart = layout.long if t.IP != "ieee" else node_blocks
-    tile = dict(ROWS=BLOCK, BK=t.BK, EVEN=t.even_s)
     for step in range(steps - 1):
         if apart:
             rows = nodes[: apart * BLOCK]
             query, value = torch.addmm(shift[step], rows, mix[step]), rows @ graph[step].T
             link[(apart, triton.cdiv(s, t.SB_LINK))](
                 nodes, query, value, bias[step], layout.node_pair, layout.key_first, layout.key_last, other, s,
-                SB=t.SB_LINK, **tile, **types, **LAUNCH["link"],
+                ROWS=BLOCK, SB=t.SB_LINK, BK=t.BK // 2, EVEN=t.even_s, **types, **LAUNCH["link"],
             )  # fmt: skip
         if node_blocks > apart:
             reason[(node_blocks - apart, columns)](
                 nodes, mix[step], shift[step], graph[step], bias[step], layout.node_pair, other, apart, s,
-                SB=t.SB, BQ=min(64, t.SB), **tile, **types, **LAUNCH["reason"],
+                ROWS=BLOCK, SB=t.SB, BQ=min(64, t.SB), BK=t.BK, EVEN=t.even_s, **types, **LAUNCH["reason"],
             )  # fmt: skip
         nodes, other = other, nodes
     # in the last step only the global nodes are wanted
@@ -509,7 +508,7 @@ LAUNCH = {
     "align": dict(num_warps=8, num_stages=2),
     "compare": dict(num_warps=8, num_stages=2),
     "reason": dict(num_warps=8, num_stages=2),
-    "link": dict(num_warps=8, num_stages=2),
+    "link": dict(num_warps=4, num_stages=2),
     "gather": dict(num_warps=4, num_stages=1),
 }
 
