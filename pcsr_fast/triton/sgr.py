@@ -181,7 +181,7 @@ def compare(
 
 @triton.jit
 def put_step(result, rows, pair, total, weight, bias, s, S):
-    total = total / weight[:, None] + tl.load(bias + s, mask=s < S, other=0).to(tl.float32)[None, :]
+    total = total / tl.where(pair >= 0, weight, 1.0)[:, None] + tl.load(bias + s, mask=s < S, other=0).to(tl.float32)[None, :]
     total = tl.where(total < 0, 0.0, total)
     tl.store(result + rows[:, None] * S + s[None, :], total, mask=(pair >= 0)[:, None] & (s < S)[None, :])
 
@@ -266,7 +266,8 @@ def link(
             e = tl.load(nodes + keys[:, None] * S + (i + k)[None, :], mask=e_in, other=0)
             logits = tl.dot(q.to(MMA), e.to(MMA).T, logits, input_precision=IP)
         logits = tl.where(pair[:, None] == key_pair[None, :], logits, -float("inf"))
-        higher = tl.maximum(highest, tl.max(logits, 1))
+        # an empty row has no key
+        higher = tl.where(pair >= 0, tl.maximum(highest, tl.max(logits, 1)), 0.0)
         p = tl.exp(logits - higher[:, None])
         fade = tl.exp(highest - higher)
         highest = higher
