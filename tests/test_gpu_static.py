@@ -73,7 +73,9 @@ def test_recorded_figures_are_complete():
         rows = [*csv.DictReader(file)]
     compiled = {(r["kernel"], r["types"], int(r["arch"])) for r in rows if r["what"] == "triton kernel"}
     # with ieee there is no fused step of reasoning
-    wanted = {(k, t, a) for k in LAUNCH for t in gpu_static.TYPES for a in gpu_static.LIMITS if (k, t) != ("reason", "ieee")}
+    wanted = {
+        (k, t, a) for k in LAUNCH for t in gpu_static.TYPES for a in gpu_static.LIMITS if (k, t) != ("reason", "ieee")
+    }
     assert compiled == wanted
     for row in rows:
         assert row["stack"] in ("0", "")

@@ -1,9 +1,9 @@
 """Triton kernels of sgr's forward, how pairs are laid out for them, and their launches.
 
-A chunk of pairs has two orders of rows. *Words*: image after image, pair after pair, without gaps; a program of `attend`
-or `align` takes up to BLOCK words of one image. *Nodes*: the global node and the words of a pair side by side, pairs
-packed into blocks of BLOCK rows so that few rows are empty; a program of `reason` takes one block. Products go through
-tensor cores with float32 sums. No atomics: the same call gives the same bits.
+A chunk of pairs has two orders of rows. *Words*: image after image, pair after pair, without gaps; a program of
+`attend` or `align` takes up to BLOCK words of one image. *Nodes*: the global node and the words of a pair side by side,
+pairs packed into blocks of BLOCK rows so that few rows are empty; a program of `reason` takes one block. Products go
+through tensor cores with float32 sums. No atomics: the same call gives the same bits.
 """
 
 from typing import NamedTuple
@@ -181,7 +181,10 @@ def compare(
 
 @triton.jit
 def put_step(result, rows, pair, total, weight, bias, s, S):
-    total = total / tl.where(pair >= 0, weight, 1.0)[:, None] + tl.load(bias + s, mask=s < S, other=0).to(tl.float32)[None, :]
+    total = (
+        total / tl.where(pair >= 0, weight, 1.0)[:, None]
+        + tl.load(bias + s, mask=s < S, other=0).to(tl.float32)[None, :]
+    )
     total = tl.where(total < 0, 0.0, total)
     tl.store(result + rows[:, None] * S + s[None, :], total, mask=(pair >= 0)[:, None] & (s < S)[None, :])
 
@@ -272,9 +275,7 @@ def link(
         fade = tl.exp(highest - higher)
         highest = higher
         weight = weight * fade + tl.sum(p, 1)
-        v = tl.load(
-            value + keys[:, None] * S + s[None, :], mask=(key_pair >= 0)[:, None] & (s < S)[None, :], other=0
-        )
+        v = tl.load(value + keys[:, None] * S + s[None, :], mask=(key_pair >= 0)[:, None] & (s < S)[None, :], other=0)
         total = tl.dot(p.to(IN).to(MMA), v.to(MMA), total * fade[:, None], input_precision=IP)
     put_step(result, rows, pair, total, weight, bias, s, S)
 
@@ -312,7 +313,7 @@ def gather(
 
 
 class Layout(NamedTuple):
-    """Where the words and nodes of a chunk's pairs stand; int32 on the device. Pairs are in the order of their images."""
+    """Where the words and nodes of a chunk's pairs stand, int32 on the device; pairs in the order of their images."""
 
     row_word: Tensor  # [rows], place among all words
     row_node: Tensor  # [rows]
@@ -440,7 +441,8 @@ def tiles(regions: int, dim: int, nodes: int, dtype: torch.dtype, precision: str
         IN=DTYPES[dtype],
         # numpy, in which the interpreter computes, has no bfloat16
         MMA=tl.float32 if interpreted else DTYPES[dtype],
-        IP=precision,
+        # means nothing for half precision, whose products are exact
+        IP=precision if dtype == torch.float32 else "tf32",
     )
 
 
@@ -472,7 +474,7 @@ def score_chunk(
     compare[(triton.cdiv(pairs, BLOCK), columns)](
         image_globals, caption_globals, w_glo, b_glo, layout.pair_image, layout.pair_caption, layout.pair_node, nodes,
         pairs, d, s,
-        ROWS=BLOCK, SB=t.SB, BD=t.BD, EVEN=t.even_d, NORM=t.norm, **types, **LAUNCH["compare"],
+        ROWS=BLOCK, SB=t.SB, BD=t.BD // 2, EVEN=t.even_d, NORM=t.norm, **types, **LAUNCH["compare"],
     )  # fmt: skip
     if not t.norm:
         nodes /= torch.linalg.vector_norm(nodes, dim=1, keepdim=True) + 1e-8
@@ -502,7 +504,7 @@ def score_chunk(
     return torch.addmv(b_score.float(), top, w_score.float()).sigmoid_()
 
 
-# measured by the compiler only: registers without spills and shared memory that every architecture has
+# by what the compiler reports, without a GPU to time: no spilled registers, shared memory that every architecture has
 LAUNCH = {
     "attend": dict(num_warps=4, num_stages=4),
     "weigh": dict(num_warps=4, num_stages=1),
@@ -516,7 +518,7 @@ LAUNCH = {
 
 def precision() -> str:
     """How float32 products are computed, by torch's setting for its own on CUDA."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "ieee" if torch.backends.cuda.matmul.fp32_precision in ("none", "ieee") else "tf32"
 
 
 def forward(
@@ -533,9 +535,8 @@ def forward(
     regions, words, image_globals, caption_globals = (
         x.contiguous() for x in (regions, words, image_globals, caption_globals)
     )
-    (images, r, d), (steps, s), captions = regions.shape, weights[4].shape[:2], len(offsets) - 1
-    interpreted = triton.knobs.runtime.interpret
-    t = tiles(r, d, s, regions.dtype, precision(), interpreted)
+    (images, r, d), s, captions = regions.shape, weights[4].shape[1], len(offsets) - 1
+    t = tiles(r, d, s, regions.dtype, precision(), triton.knobs.runtime.interpret)
     gram = torch.nn.functional.pad(torch.bmm(regions.float(), regions.float().mT), (0, t.RP - r, 0, t.RP - r))
     # nodes of two steps and what link reads, attention, tables
     buffers = 4 if t.IP == "ieee" else 2
@@ -543,9 +544,7 @@ def forward(
     sizes = np.diff(offsets) + 1
 
     def score(layout, part):
-        return score_chunk(
-            layout, regions[part], words, image_globals[part], caption_globals, gram[part], weights, t
-        )  # fmt: skip
+        return score_chunk(layout, regions[part], words, image_globals[part], caption_globals, gram[part], weights, t)
 
     if pairs is not None:
         scores = regions.new_empty(len(pairs), dtype=torch.float32)
