@@ -50,9 +50,9 @@ COLUMNS = (
 WITHOUT_PRODUCTS = ("gather",)
 
 
-def meta_arguments(dtype: torch.dtype = torch.float32) -> list:
+def meta_arguments(dtype: torch.dtype = torch.float32, shape: str = SHAPE) -> list:
     """Arguments of the op that have shapes but no memory; indices are real."""
-    args = OP.inputs(torch.float32, torch.Generator().manual_seed(0), **OP.shapes[SHAPE])
+    args = OP.inputs(torch.float32, torch.Generator().manual_seed(0), **OP.shapes[shape])
     return [x.to("meta", dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
 
 
@@ -76,12 +76,13 @@ def record(types: str, run: Callable[..., object], *args) -> list[tuple]:
     return launches
 
 
-def variants(types: str) -> dict[str, tuple]:
+def variants(types: str, shape: str) -> dict[str, tuple]:
     """One launch of each kernel."""
     from pcsr_fast.triton import sgr as kernels
 
-    regions, words, offsets, image_globals, caption_globals, *rest = meta_arguments(TYPES[types])
-    one_long = (regions, words, np.array([0, len(words)]), image_globals, caption_globals[:1], *rest)
+    regions, words, offsets, image_globals, caption_globals, *rest = meta_arguments(TYPES[types], shape)
+    long_words = words.new_empty(2 * kernels.BLOCK, words.shape[1])
+    one_long = (regions, long_words, np.array([0, len(long_words)]), image_globals, caption_globals[:1], *rest)
     usual = (regions, words, offsets.numpy(), image_globals, caption_globals, *rest)
     launches = record(types, lambda: (kernels.forward(*one_long), kernels.forward(*usual)))
     return {launch[0]: launch for launch in launches}
@@ -146,6 +147,11 @@ def loops(sass: str) -> set[str]:
     return {code for first, last in spans for code in codes[first:last]}
 
 
+def base(opcode: str) -> str:
+    """Without modifiers: HFMA2.MMA, for one, is no tensor-core operation."""
+    return opcode.split(".")[0]
+
+
 def occupancy(arch: int, registers: int, shared: int, warps: int) -> float:
     """Share of an SM's warps that registers and shared memory allow to be resident."""
     _, all_shared, most_warps, most_blocks = LIMITS[arch]
@@ -175,8 +181,8 @@ def triton_row(case: tuple[str, tuple, int]) -> dict:
         "shared": shared,
         "warps": warps,
         "occupancy": f"{occupancy(arch, registers, shared, warps):.2f}",
-        "tensor_ops_in_loop": " ".join(sorted({c.split(".")[0] for c in looped if "MMA" in c})),
-        "wide_loads_in_loop": " ".join(sorted({c.split(".")[0] for c in looped if c[:3] == "LDG" and ".128" in c})),
+        "tensor_ops_in_loop": " ".join(sorted({c for c in map(base, looped) if c.endswith("MMA")})),
+        "wide_loads_in_loop": " ".join(sorted({base(c) for c in looped if c[:3] == "LDG" and ".128" in c})),
     }
 
 
@@ -216,8 +222,8 @@ def cuda_rows() -> Iterator[dict]:
         }
 
 
-def problems(row: dict) -> list[str]:
-    """What is wrong with a kernel, or nothing."""
+def problems(row: dict, shape: str = SHAPE) -> list[str]:
+    """What is wrong with a kernel, or nothing. Sizes that tiles do not divide are loaded in small pieces."""
     found = []
     if row["stack"]:
         found.append(f"keeps {row['stack']} bytes of registers in memory")
@@ -226,7 +232,7 @@ def problems(row: dict) -> list[str]:
     if row["what"] == "triton kernel":
         if row["types"] != "ieee" and row["kernel"] not in WITHOUT_PRODUCTS and not row["tensor_ops_in_loop"]:
             found.append("has no tensor-core operation in a loop")
-        if not row["wide_loads_in_loop"]:
+        if shape == SHAPE and not row["wide_loads_in_loop"]:
             found.append("has no 128-bit load in a loop")
     return [f"{row['kernel']} ({row['types']}) on sm_{row['arch']} {problem}" for problem in found]
 
@@ -321,20 +327,23 @@ def step_rows() -> Iterator[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_static", description=__doc__)
     parser.add_argument("--types", choices=[*TYPES], nargs="+", default=[*TYPES])
+    parser.add_argument("--shape", choices=[*OP.shapes], default=SHAPE, help="other sizes are checked but not saved")
     parser.add_argument("--no-save", action="store_true", help="check only")
     options = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", None):
         sys.exit("bench.gpu_static: unset TRITON_INTERPRET, with which triton does not compile")
 
-    cases = [(t, launch, a) for t in options.types for launch, a in product(variants(t).values(), LIMITS)]
+    cases = [
+        (t, launch, a) for t in options.types for launch, a in product(variants(t, options.shape).values(), LIMITS)
+    ]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         rows = [*pool.map(triton_row, cases), *cuda_rows()]
-    wrong = [problem for row in rows for problem in problems(row)]
+    wrong = [problem for row in rows for problem in problems(row, options.shape)]
     print(*wrong, sep="\n", file=sys.stderr)
-    rows += step_rows()
+    rows += step_rows() if options.shape == SHAPE else []
     for row in rows:
         print(" ".join(f"{k}={row[k]}" for k in COLUMNS if row.get(k) not in ("", None)))
-    if not options.no_save:
+    if not options.no_save and options.shape == SHAPE:
         with (RESULTS / "gpu_static.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
             writer.writeheader()

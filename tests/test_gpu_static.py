@@ -19,13 +19,16 @@ GOOD = {
 }
 
 
+CASES = [("tf32", gpu_static.SHAPE), *((t, gpu_static.SHAPE) for t in gpu_static.TYPES if t != "tf32"), ("tf32", "odd")]
+
+
 @pytest.mark.parametrize(
-    "types", ["tf32", *(pytest.param(t, marks=pytest.mark.slow) for t in gpu_static.TYPES if t != "tf32")]
+    ("types", "shape"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
 )
-def test_kernels_compile(types):
+def test_kernels_compile(types, shape):
     # without a device to run on, and without the interpreter that the other tests use
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.gpu_static", "--no-save", "--types", types]
+    command = [sys.executable, "-m", "bench.gpu_static", "--no-save", "--types", types, "--shape", shape]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("what=triton kernel")]
