@@ -511,7 +511,7 @@ LAUNCH = {
     "align": dict(num_warps=8, num_stages=2),
     "compare": dict(num_warps=8, num_stages=2),
     "reason": dict(num_warps=8, num_stages=2),
-    "link": dict(num_warps=4, num_stages=2),
+    "link": dict(num_warps=16, num_stages=2),
     "gather": dict(num_warps=4, num_stages=1),
 }
 
