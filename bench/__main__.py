@@ -1,4 +1,7 @@
-"""`python -m bench`: every op against its baselines. What is wrong is not timed; results go to bench/results."""
+"""`python -m bench`: every op against its baselines. What is wrong is not timed; results go to bench/results.
+
+Own a GPU? Run `make bench` there and send the new file in bench/results as a pull request; nothing else is needed.
+"""
 
 import argparse
 import statistics

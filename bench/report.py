@@ -13,6 +13,8 @@ BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->"
 def table(results: Path) -> str:
     lines = []
     for path in sorted(results.glob("*.csv")):
+        if path.stem == "gpu_static":
+            continue
         with path.open(newline="") as file:
             rows = [*csv.DictReader(file)]
         lines += [f"`{path.stem}`, torch {rows[0]['torch']}:", ""]

@@ -101,10 +101,12 @@ def _choose(op: str, device: str, choice: str) -> str:
         if problem := why_not(op, check_choice(choice), device):
             raise RuntimeError(f"backend {choice!r} cannot run {op} on {device}: {problem}")
         return choice
+    problems = []
     for backend in ("triton", "native") if device == "cuda" else ("native",):
         if not (problem := why_not(op, backend, device)):
             return backend
-    warnings.warn(f"{op} runs on the slow reference on {device}: {problem}", stacklevel=2)
+        problems.append(problem)
+    warnings.warn(f"{op} runs on the slow reference on {device}: {'; '.join(problems)}", stacklevel=2)
     return "reference"
 
 

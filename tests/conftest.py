@@ -4,6 +4,9 @@ import functools
 import os
 from pathlib import Path
 
+# triton kernels run in its interpreter, on numpy, whose own threads would only get in each other's way
+os.environ |= {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 import cuda_on_cpu
 import pytest
 import torch
@@ -19,7 +22,8 @@ torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.set_num_threads(2)
 
-# the CUDA kernels and their bindings, compiled for the CPU: torch.ops.pcsr_emulated
+# GPU kernels without a GPU: those in CUDA with their bindings compiled for the CPU, torch.ops.pcsr_emulated; those in
+# Triton interpreted
 EMULATED = "emulated"
 
 
@@ -47,11 +51,12 @@ def implementation(request):
     """Gives the implementation of an op in each backend in turn: implementation(op)(*args)."""
 
     def of(op):
-        if request.param == EMULATED:
-            load_emulated()
-            if op.gpu != "cuda":
-                pytest.skip(f"{op.name} has no CUDA C++ kernel to emulate")
-        return op.implementation(request.param)
+        if request.param != EMULATED:
+            return op.implementation(request.param)
+        if op.gpu == "triton":
+            return op.implementation("triton")
+        load_emulated()
+        return op.implementation(EMULATED)
 
     return of
 

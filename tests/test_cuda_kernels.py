@@ -12,9 +12,9 @@ pytestmark = pytest.mark.slow
 
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", str(ROOT / "tests"), "-k"]
 # all that runs kernels, but for tests of torch.compile and of argument checks, which would only repeat themselves
-KERNELS = "emulated and not compile and not opcheck and not wrong_shapes and not bad_input"
+KERNELS = "emulated and not sgr and not compile and not opcheck and not wrong_shapes and not bad_input"
 # every kernel, with many blocks, repeated ids, ties and faults; a sanitizer makes the rest too slow
-SANITIZED = "emulated and (value or large_batch or overflow or ties or nan or masked)"
+SANITIZED = "emulated and not sgr and (value or large_batch or overflow or ties or nan or masked)"
 
 
 def summary(done: subprocess.CompletedProcess) -> str:

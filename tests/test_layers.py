@@ -75,6 +75,6 @@ def test_every_op_is_written_by_its_stem():
 
     for name, op in OPS.items():
         places = [f"pcsr_fast/ops/{name}.py", f"csrc/bind/{name}.cpp", f"csrc/cpu/{name}.cpp"]
-        places += [f"csrc/cuda/{name}.cu"] if op.gpu == "cuda" else []
+        places += [f"csrc/cuda/{name}.cu" if op.gpu == "cuda" else f"pcsr_fast/triton/{name}.py"]
         for place in places:
             assert (ROOT / place).exists(), place

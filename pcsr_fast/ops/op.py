@@ -1,6 +1,7 @@
 """What every op has once: its record, its registration with torch, and the call that picks an implementation."""
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -55,8 +56,9 @@ class Op:
     inputs: Callable[..., tuple]
     cost: Callable[..., Cost]
     backward: Backward | None = None
-    # what its GPU kernel is written in
+    # what its GPU kernel is written in, and the kernel itself where that is Python
     gpu: Literal["cuda", "triton"] = "cuda"
+    triton: Callable[..., Any] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     # how far a result may be from the float64 reference beyond the reference's own error at that dtype
     tolerance: dict[torch.dtype, float] = field(default_factory=lambda: {torch.float32: 1e-5, torch.float64: 1e-10})
@@ -147,6 +149,10 @@ def _direct(op: Op, namespace: str) -> type[torch.autograd.Function]:
 def register(op: Op) -> Op:
     """Makes the op known to torch, the tests and the benchmarks."""
     define(op, backend.NAMESPACES["native"])
+    if op.triton:
+        define(op, backend.NAMESPACES["triton"])
+        for device in ("CUDA", "CPU") if os.environ.get("TRITON_INTERPRET") == "1" else ("CUDA",):
+            _libraries[-1].impl(op.name, op.triton, device)
     OPS[op.name] = op
     return op
 

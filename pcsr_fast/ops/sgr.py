@@ -5,10 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pcsr_fast import backend
 from pcsr_fast.ops.op import Backward, Cost, Op, check, in_float32, register
 
-# pairs that the reference computes at a time
-CHUNK = 512
+# words, with padding, that the reference and the gradient in plain torch compute at a time
+CHUNK = 8192
+HALF = (torch.float16, torch.bfloat16)
 
 
 class SgrWeights(NamedTuple):
@@ -43,14 +45,21 @@ def sgr(
 
     The gradient is computed for the pairs alone whose score has one: after a triplet with hardest negatives that is
     3 B of the B^2. Activations are not stored but computed again.
+
+    Half precision is computed in float32, but by Triton if that is what runs: then everything is taken in the type of
+    the regions, and products are summed in float32. Scores are never in half precision.
     """
     w = SgrWeights(*(in_float32(x) for x in weights))
     # (E Wq' + bq) (E Wk')' = (E M + u) E' with M = Wq' Wk and u = bq Wk: one projection instead of two
     mix = w.w_query.mT @ w.w_key
     shift = (w.b_query[:, None] @ w.w_key)[:, 0]
-    inputs = (in_float32(regions), in_float32(words), offsets, in_float32(image_globals), in_float32(caption_globals))
     fused = (w.w_loc, w.b_loc, w.w_glo, w.b_glo, mix, shift, w.w_graph, w.b_graph, w.w_score, w.b_score)
-    scores = OP(*inputs, *fused, pairs)
+    floating = (regions, words, image_globals, caption_globals, *fused)
+    if regions.dtype in HALF and backend.choose("sgr", regions.device.type, backend.current_choice()) == "triton":
+        floating = tuple(x.to(regions.dtype) for x in floating)
+    else:
+        floating = tuple(in_float32(x) for x in floating)
+    scores = OP(*floating[:2], offsets, *floating[2:], pairs)
     return scores if pairs is not None else scores.view(len(regions), len(offsets) - 1)
 
 
@@ -66,33 +75,42 @@ def reference(
     w_loc, b_loc, w_glo, b_glo, mix, shift, w_graph, b_graph, w_score, b_score,
     pairs,
 ) -> Tensor:  # fmt: skip
+    floating = (regions, words, image_globals, caption_globals)
     weights = (w_loc, b_loc, w_glo, b_glo, mix, shift, w_graph, b_graph, w_score, b_score)
     _check_shapes(regions, words, offsets, image_globals, caption_globals, *weights, pairs)
-    _check_values(regions, words, offsets, image_globals, caption_globals, *weights, pairs)
+    _check_indices(regions, words, offsets, pairs)
+    for name, x in zip(FLOATING, (*floating, *weights), strict=True):
+        check(not x.isnan().any(), f"sgr: {name} contain NaN")
     if pairs is None:
-        pairs = torch.cartesian_prod(torch.arange(len(regions)), torch.arange(len(offsets) - 1)).to(regions.device)
-    # captions side by side, padded to the longest
-    lengths = offsets.diff()
-    place = torch.arange(int(lengths.max()), device=words.device)
-    valid = place < lengths[:, None]
-    padded = words.new_zeros(*valid.shape, words.shape[1]).masked_scatter(valid[..., None], words)
-
-    def score(image: Tensor, caption: Tensor) -> Tensor:
-        v, t, is_word = regions[image], padded[caption], valid[caption]
-        attention = torch.nn.functional.leaky_relu(t @ v.mT, 0.1)  # [P, L, R]
-        attention = l2(attention, dim=1)
-        context = l2((9 * attention).softmax(2) @ v)  # [P, L, D]
-        local = l2((context - t) ** 2 @ w_loc.T + b_loc)  # [P, L, S]
-        whole = l2((image_globals[image] - caption_globals[caption]) ** 2 @ w_glo.T + b_glo)
-        nodes = torch.cat([whole[:, None], local], 1)
-        is_node = torch.nn.functional.pad(is_word, (1, 0), value=True)
-        for m, u, wg, bg in zip(mix, shift, w_graph, b_graph, strict=True):
-            edges = ((nodes @ m + u) @ nodes.mT).masked_fill(~is_node[:, None], -torch.inf).softmax(2)
-            nodes = torch.relu(edges @ nodes @ wg.T + bg)
-        return torch.sigmoid(nodes[:, 0] @ w_score + b_score)
-
-    chunks = [score(*chunk.unbind(1)) for chunk in pairs.split(CHUNK)]
+        pairs = torch.cartesian_prod(torch.arange(len(regions)), torch.arange(len(offsets) - 1))
+    offsets, pairs = offsets.to(regions.device), pairs.to(regions.device)
+    longest = int(offsets.diff().max())
+    chunks = [_score(*floating, *weights, offsets, longest, part) for part in pairs.split(max(1, CHUNK // longest))]
     return torch.cat(chunks) if chunks else regions.new_zeros(0)
+
+
+def _score(
+    regions, words, image_globals, caption_globals,
+    w_loc, b_loc, w_glo, b_glo, mix, shift, w_graph, b_graph, w_score, b_score,
+    offsets, longest, pairs,
+) -> Tensor:  # fmt: skip
+    image, caption = pairs.unbind(1)
+    # captions side by side, padded to the longest by their last word
+    first, last = offsets[caption, None], offsets[caption + 1, None] - 1
+    place = torch.arange(longest, device=words.device)
+    is_word = first + place <= last
+    v, t = regions[image], torch.where(is_word[..., None], words[torch.minimum(first + place, last)], 0)
+    attention = torch.nn.functional.leaky_relu(t @ v.mT, 0.1)  # [P, L, R]
+    attention = l2(attention, dim=1)
+    context = l2((9 * attention).softmax(2) @ v)  # [P, L, D]
+    local = l2((context - t) ** 2 @ w_loc.T + b_loc)  # [P, L, S]
+    whole = l2((image_globals[image] - caption_globals[caption]) ** 2 @ w_glo.T + b_glo)
+    nodes = torch.cat([whole[:, None], local], 1)
+    is_node = torch.nn.functional.pad(is_word, (1, 0), value=True)
+    for m, u, wg, bg in zip(mix, shift, w_graph, b_graph, strict=True):
+        edges = ((nodes @ m + u) @ nodes.mT).masked_fill(~is_node[:, None], -torch.inf).softmax(2)
+        nodes = torch.relu(edges @ nodes @ wg.T + bg)
+    return torch.sigmoid(nodes[:, 0] @ w_score + b_score)
 
 
 # the tensors of the op in its order, but offsets and pairs
@@ -105,10 +123,11 @@ FLOATING = (
 def _check_shapes(
     regions, words, offsets, image_globals, caption_globals,
     w_loc, b_loc, w_glo, b_glo, mix, shift, graph, bias, w_score, b_score,
-    pairs,
+    pairs, half=False,
 ) -> None:  # fmt: skip
     dtype = regions.dtype
-    check(dtype in (torch.float32, torch.float64), f"sgr: regions must be float32 or float64, got {dtype}")
+    known = dtype in (torch.float32, torch.float64, *(HALF if half else ()))
+    check(known, f"sgr: regions must be float32 or float64, got {dtype}")
     check(
         regions.dim() == 3 and regions.numel() > 0,
         f"sgr: regions must be [images, regions, dim] and not empty, got {[*regions.shape]}",
@@ -141,44 +160,87 @@ def _check_shapes(
         check([*pairs.shape] == shape, f"sgr: pairs must have shape {shape}, got {[*pairs.shape]}")
 
 
-def _check_values(regions, words, offsets, image_globals, caption_globals, *rest) -> None:
-    *weights, pairs = rest
+def _check_indices(regions, words, offsets, pairs) -> tuple[Tensor, Tensor | None]:
+    """Checks offsets and pairs on the host, and returns them there: the only wait for the device."""
+    offsets = offsets.cpu()
     check(int(offsets[0]) == 0, f"sgr: offsets must start with 0, got {int(offsets[0])}")
-    empty = (offsets.diff() <= 0).nonzero()
-    check(not len(empty), f"sgr: caption {int(empty[0]) if len(empty) else 0} has no words")
+    for c in (offsets.diff() <= 0).nonzero()[:1].flatten().tolist():
+        raise RuntimeError(f"sgr: caption {c} has no words: offsets {int(offsets[c])} and {int(offsets[c + 1])}")
     check(int(offsets[-1]) == len(words), f"sgr: offsets end with {int(offsets[-1])}, but there are {len(words)} words")
-    if pairs is not None:
-        for side, count, what in ((0, len(regions), "images"), (1, len(offsets) - 1, "captions")):
-            bad = ((pairs[:, side] < 0) | (pairs[:, side] >= count)).nonzero()
-            if len(bad):
-                p = int(bad[0])
-                raise RuntimeError(
-                    f"sgr: pairs[{p}, {side}] = {int(pairs[p, side])} is out of range for {count} {what}"
-                )
-    for name, x in zip(FLOATING, (regions, words, image_globals, caption_globals, *weights), strict=True):
-        check(not x.isnan().any(), f"sgr: {name} contain NaN")
+    if pairs is None:
+        return offsets, None
+    pairs = pairs.cpu()
+    counts = torch.tensor([len(regions), len(offsets) - 1])
+    for p, side in ((pairs < 0) | (pairs >= counts)).nonzero()[:1].tolist():
+        what = f"{int(counts[side])} {'captions' if side else 'images'}"
+        raise RuntimeError(f"sgr: pairs[{p}, {side}] = {int(pairs[p, side])} is out of range for {what}")
+    return offsets, pairs
 
 
 def fake(regions, words, offsets, *rest) -> Tensor:
-    _check_shapes(regions, words, offsets, *rest)
+    _check_shapes(regions, words, offsets, *rest, half=True)
     pairs = rest[-1]
-    return regions.new_empty(len(regions) * (len(offsets) - 1) if pairs is None else len(pairs))
+    count = len(regions) * (len(offsets) - 1) if pairs is None else len(pairs)
+    return regions.new_empty(count, dtype=torch.float32 if regions.dtype in HALF else regions.dtype)
+
+
+def on_triton(regions, words, offsets, image_globals, caption_globals, *rest) -> Tensor:
+    """Scores on a GPU. Shapes, offsets and pairs are checked on the host; NaN is not looked for and gives NaN scores.
+
+    Offsets and pairs may be given on the host already: then nothing waits for the device. float64 and images of very
+    many regions take the reference.
+    """
+    # not at the top: triton is optional and slow to import
+    from pcsr_fast.triton import sgr as kernels
+
+    *weights, pairs = rest
+    floating = (regions, words, image_globals, caption_globals, *weights)
+    _check_shapes(regions, words, offsets, image_globals, caption_globals, *rest, half=True)
+    for name, x in zip(FLOATING, floating, strict=True):
+        check(x.device == regions.device, f"sgr: {name} must be on the same device as the first argument")
+    if regions.dtype == torch.float64 or regions.shape[1] > kernels.MOST_REGIONS:
+        full = [in_float32(x) for x in floating]
+        return reference(*full[:2], offsets, *full[2:], pairs)
+    offsets, pairs = _check_indices(regions, words, offsets, pairs)
+    with torch.cuda.device_of(regions):
+        return kernels.forward(*floating[:2], offsets.numpy(), *floating[2:], pairs if pairs is None else pairs.numpy())
 
 
 def recompute(grad_scores, regions, words, offsets, *rest) -> tuple[Tensor, ...]:
-    """Gradients by the reference on the pairs whose score has a gradient, a chunk at a time: on any device."""
+    """Gradients of the pairs whose score has one, in plain torch: memory is that of a chunk of CHUNK words.
+
+    Pairs are taken in the order of their captions' lengths, so that a chunk has little padding. Sums are in float32 and
+    always in the same order: indexing's own gradient, unlike that of index_select, uses no atomics on a GPU.
+    """
     *others, pairs = rest
-    wanted = grad_scores.nonzero()[:, 0]
+    _check_shapes(regions, words, offsets, *rest, half=True)
+    _check_indices(regions, words, offsets, pairs)
     captions = len(offsets) - 1
-    cells = torch.stack([wanted // captions, wanted % captions], 1) if pairs is None else pairs[wanted]
-    leaves = [x.detach().requires_grad_() for x in (regions, words, *others)]
+    offsets = offsets.to(regions.device)
+    wanted = grad_scores.nonzero()[:, 0]
+    if pairs is None:
+        cells = torch.stack([wanted // captions, wanted % captions], 1)
+    else:
+        cells = pairs.to(regions.device)[wanted]
+    lengths, order = offsets.diff()[cells[:, 1]].sort(descending=True, stable=True)
+    cells, upstream, lengths = cells[order], grad_scores[wanted[order]], lengths.tolist()
+    leaves = [in_float32(x.detach()).requires_grad_() for x in (regions, words, *others)]
+    return tuple(grad.to(regions.dtype) for grad in _gradients(leaves, offsets, cells, lengths, upstream))
+
+
+def _gradients(
+    leaves: list[Tensor], offsets: Tensor, cells: Tensor, lengths: list[int], upstream: Tensor
+) -> list[Tensor]:
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in leaves]
-    for cell, at in zip(cells.split(CHUNK), wanted.split(CHUNK), strict=True):
+    at = 0
+    while at < len(lengths):
+        part = slice(at, at + max(1, CHUNK // lengths[at]))
         with torch.enable_grad():
-            scores = reference(*leaves[:2], offsets, *leaves[2:], cell)
-        for total, grad in zip(grads, torch.autograd.grad(scores, leaves, grad_scores[at]), strict=True):
+            scores = _score(*leaves, offsets, lengths[at], cells[part])
+        for total, grad in zip(grads, torch.autograd.grad(scores, leaves, upstream[part]), strict=True):
             total += grad
-    return tuple(grads)
+        at = part.stop
+    return grads
 
 
 def fake_backward(grad_scores, regions, words, offsets, *rest) -> tuple[Tensor, ...]:
@@ -275,5 +337,6 @@ OP = register(
         inputs=inputs,
         cost=cost,
         gpu="triton",
+        triton=on_triton,
     )
 )
