@@ -82,13 +82,11 @@ def bench_task(op, task: Task, shape: str, device: str, seconds: float) -> tuple
         square = torch.randn(SQUARE, SQUARE, device=device)
         calls[MM] = partial(torch.mm, square, square)
         own[MM] = args
+    times = interleaved(calls, prepare, seconds)
     memory = {}
     for name, call in calls.items():
         prepare(name)
-        # the first call may compile
-        call()
         memory[name] = extra_memory(call)
-    times = interleaved(calls, prepare, seconds)
     backend.set_backend("auto")
 
     def share_of_mm(kernel: str) -> str:

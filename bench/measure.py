@@ -16,8 +16,11 @@ KEY = ("op", "shape", "task", "dtype", "device", "threads", "contender", "baseli
 
 
 def interleaved(contenders: dict[str, Callable[[], object]], prepare: Callable[[str], None], seconds: float) -> dict:
-    """Times of each contender, one call after the other in turn, for about this long in all; all have run before."""
+    """Times of each contender, one call after the other in turn, for about this long in all."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    for name, call in contenders.items():
+        prepare(name)
+        call()
     names = [*contenders]
     start = time.perf_counter()
     while time.perf_counter() - start < seconds or len(times[names[0]]) < 3:
