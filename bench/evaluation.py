@@ -1,4 +1,4 @@
-"""`python -m bench.evaluation`: the score matrix of evaluation against the per-caption loop in shards, as in earlier code.
+"""`python -m bench.evaluation`: the score matrix of evaluation against the per-caption loop in shards of earlier code.
 
 Weights and embeddings are drawn, sizes are those of Flickr30K; time grows with the number of cells on both sides.
 """
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     sizes = OPS["sgr"].shapes["f30k_128"] | {"images": options.images, "captions": 5 * options.images}
-    regions, words, offsets, image_globals, caption_globals, *rest = OPS["sgr"].inputs(
+    regions, words, offsets, image_globals, caption_globals, *_ = OPS["sgr"].inputs(
         torch.float32, torch.Generator().manual_seed(0), **sizes
     )
     network = Network(Config(), sizes["regions"], 2048, 10).eval()
@@ -66,7 +66,8 @@ def main() -> int:
     times = interleaved(calls, lambda name: None, options.seconds)
     found = summary(times["tiles"], times["caption_loop_in_shards"])
     row = {
-        "op": "evaluate", "shape": f"f30k_{options.images}", "task": "score matrix", "dtype": "float32", "device": "cpu",
+        "op": "evaluate", "shape": f"f30k_{options.images}", "task": "score matrix", "dtype": "float32",
+        "device": "cpu",
         "threads": str(torch.get_num_threads()), "contender": "tiles", "baseline": "caption_loop_in_shards", **found,
         "extra_mb": f"{extra_memory(tiles) / 1e6:.1f}",
         "baseline_extra_mb": f"{extra_memory(caption_loop_in_shards) / 1e6:.1f}",
