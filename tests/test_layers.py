@@ -54,12 +54,16 @@ def test_op_record_knows_no_op():
 
 
 def test_native_sources_keep_apart():
-    """Kernels see neither torch nor the other device; only bind/ knows torch."""
+    """Kernels see neither torch nor the other device; only bind/ knows torch, only text/ and module.cpp Python."""
     for path in sorted((ROOT / "csrc").rglob("*.*")):
         included = re.findall(r'#include ["<](.+)[">]', path.read_text())
         folder = path.relative_to(ROOT / "csrc").parts[0]
         torch = [name for name in included if name.startswith(("torch/", "ATen/", "c10/"))]
         assert not torch or folder == "bind", f"{path.name} includes {torch}"
+        python = [name for name in included if name.startswith(("pybind11/", "Python.h"))]
+        assert not python or folder in ("text", "module.cpp"), f"{path.name} includes {python}"
+        if folder == "text":
+            assert not [name for name in included if re.match(r"(\.\./|bind/|cpu/|cuda/)", name)], path.name
         other = {"cpu": "cuda", "cuda": "cpu"}.get(folder)
         assert not [name for name in included if other and f"{other}/" in name], path.name
 

@@ -25,6 +25,7 @@ enum Holds : uint32_t {
   kComma = 16,
   kSymbol = 32,
   kDash = 64,
+  // nn, mm or tt, as in every contraction without an apostrophe
   kTwin = 128,
   kNonAscii = 256,
 };
@@ -46,7 +47,14 @@ constexpr std::array<uint16_t, 256> make_holds() {
 }
 constexpr std::array<uint16_t, 256> kHolds = make_holds();
 
-bool is_one_of(char c, std::string_view set) { return set.find(c) != std::string_view::npos; }
+// a set of bytes; letters beyond ASCII are in it by their first byte
+struct Bytes {
+  std::array<bool, 256> in{};
+  constexpr explicit Bytes(std::string_view bytes) {
+    for (char c : bytes) in[static_cast<unsigned char>(c)] = true;
+  }
+  constexpr bool has(char c) const { return in[static_cast<unsigned char>(c)]; }
+};
 
 struct CodePoint {
   uint32_t value;
@@ -61,6 +69,7 @@ CodePoint decode(std::string_view text, size_t at) {
   if (bytes == 1 || at + bytes > text.size()) return {first, 1};
   uint32_t value = first & (0x7F >> bytes);
   for (int i = 1; i < bytes; ++i) value = value << 6 | (byte(i) & 0x3F);
+  if (value > 0x10FFFF) return {first, 1};
   return {value, bytes};
 }
 
@@ -122,60 +131,74 @@ bool starts_with(std::string_view text, size_t at, std::string_view part) {
   return text.compare(at, part.size(), part) == 0;
 }
 
-// Puts spaces around every character for which `length(text, i)` is not 0.
+// Puts spaces around whatever begins with one of `first` and is `length(text, i)` bytes long; 0 is nothing.
 template <typename Length>
-void pad(std::string_view text, std::string& out, Length length) {
-  for (size_t i = 0; i < text.size();) {
-    if (const size_t n = length(text, i)) {
-      out += ' ';
-      out.append(text, i, n);
-      out += ' ';
-      i += n;
-    } else {
-      out += text[i++];
-    }
+void pad(std::string_view text, std::string& out, const Bytes& first, Length length) {
+  size_t done = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (!first.has(text[i])) continue;
+    const size_t n = length(text, i);
+    if (n == 0) continue;
+    out.append(text, done, i - done);
+    out += ' ';
+    out.append(text, i, n);
+    out += ' ';
+    done = i + n;
+    i = done - 1;
   }
+  out.append(text, done);
 }
 
+size_t one_byte(std::string_view, size_t) { return 1; }
+
 // length of a run of one character
-size_t run(std::string_view text, size_t i, char c) {
-  const size_t end = text.find_first_not_of(c, i);
+size_t run(std::string_view text, size_t i) {
+  const size_t end = text.find_first_not_of(text[i], i);
   return (end == std::string_view::npos ? text.size() : end) - i;
 }
 
+constexpr Bytes kOpening("`\xC2\xE2");
 size_t opening_quotes(std::string_view text, size_t i) {
-  if (text[i] == '`') return run(text, i, '`');
+  if (text[i] == '`') return run(text, i);
   if (starts_with(text, i, "«")) return 2;
   return starts_with(text, i, "“") || starts_with(text, i, "‘") || starts_with(text, i, "„") ? 3 : 0;
 }
 
+constexpr Bytes kClosing("\xC2\xE2");
 size_t closing_quotes(std::string_view text, size_t i) {
   if (starts_with(text, i, "»")) return 2;
   return starts_with(text, i, "”") || starts_with(text, i, "’") ? 3 : 0;
 }
 
 size_t dots(std::string_view text, size_t i) {
-  const size_t n = text[i] == '.' ? run(text, i, '.') : 0;
+  const size_t n = run(text, i);
   return n >= 2 ? n : 0;
 }
 
+constexpr Bytes kSymbols(";@#$%&\xE2");
 size_t symbols_and_dashes(std::string_view text, size_t i) {
-  if (is_one_of(text[i], ";@#$%&")) return 1;
+  if (text[i] != '\xE2') return 1;
   // U+2012 to U+2015
-  return starts_with(text, i, "\xE2\x80") && i + 2 < text.size() && text[i + 2] >= '\x92' && text[i + 2] <= '\x95' ? 3
-                                                                                                                   : 0;
+  return starts_with(text, i, "‒") || starts_with(text, i, "–") || starts_with(text, i, "—") ||
+                 starts_with(text, i, "―")
+             ? 3
+             : 0;
 }
 
 // " or '' behind a space or an opening bracket
 void quotes_behind_opening(std::string_view text, std::string& out) {
-  for (size_t i = 0; i < text.size();) {
-    out += text[i++];
-    if (!is_one_of(text[i - 1], " ([{<")) continue;
-    const size_t quote = starts_with(text, i, "\"") ? 1 : starts_with(text, i, "''") ? 2 : 0;
-    if (!quote) continue;
+  static constexpr Bytes kQuotes("\"'"), kBefore(" ([{<");
+  size_t done = 0;
+  for (size_t i = 1; i < text.size(); ++i) {
+    if (!kQuotes.has(text[i]) || !kBefore.has(text[i - 1])) continue;
+    const size_t quote = text[i] == '"' ? 1 : starts_with(text, i, "''") ? 2 : 0;
+    if (quote == 0) continue;
+    out.append(text, done, i - done);
     out += " `` ";
-    i += quote;
+    done = i + quote;
+    i = done - 1;
   }
+  out.append(text, done);
 }
 
 // whether 're, 've, ... stand here, with no letter behind
@@ -191,12 +214,15 @@ bool is_clitic(std::string_view text, size_t i) {
 
 // an apostrophe that opens a word and is no clitic
 void opening_apostrophes(std::string_view text, std::string& out) {
-  for (size_t i = 0; i < text.size(); ++i) {
-    out += text[i];
-    if (text[i] != '\'' || i + 1 == text.size()) continue;
-    if (i > 0 && is_regex_word(decode_before(text, i).value)) continue;
-    if (is_regex_word(decode(text, i + 1).value) && !is_clitic(text, i + 1)) out += ' ';
+  size_t done = 0;
+  for (size_t i = 0; (i = text.find('\'', i)) != std::string_view::npos && ++i < text.size();) {
+    if (i > 1 && is_regex_word(decode_before(text, i - 1).value)) continue;
+    if (!is_regex_word(decode(text, i).value) || is_clitic(text, i)) continue;
+    out.append(text, done, i - done);
+    out += ' ';
+    done = i;
   }
+  out.append(text, done);
 }
 
 // the final full stop, with closing brackets and quotes behind it; `spaces` lets spaces and » ” ’ be among those
@@ -204,9 +230,10 @@ void final_stop(std::string_view text, std::string& out, bool spaces) {
   const size_t dot = text.rfind('.');
   auto no_stop = [&] { out += text; };
   if (dot == std::string_view::npos || dot == 0 || text[dot - 1] == '.') return no_stop();
+  static constexpr Bytes kBehind("])}>\"'");
   size_t end = dot + 1;
   while (end < text.size()) {
-    if (is_one_of(text[end], "])}>\"'") || (spaces && text[end] == ' ')) {
+    if (kBehind.has(text[end]) || (spaces && text[end] == ' ')) {
       ++end;
     } else if (const size_t quote = spaces ? closing_quotes(text, end) : 0) {
       end += quote;
@@ -221,32 +248,27 @@ void final_stop(std::string_view text, std::string& out, bool spaces) {
   out += ' ';
 }
 
+constexpr Bytes kCommas(":,");
+
 // a colon or comma before anything but a digit, which it takes along
 void commas(std::string_view text, std::string& out) {
-  for (size_t i = 0; i < text.size();) {
-    const char c = text[i++];
-    if ((c != ':' && c != ',') || i == text.size()) {
-      out += c;
-      continue;
-    }
-    const CodePoint next = decode(text, i);
-    if (Py_UNICODE_ISDECIMAL(next.value)) {
-      out += c;
-      continue;
-    }
+  size_t done = 0;
+  for (size_t i = 0; i + 1 < text.size(); ++i) {
+    if (!kCommas.has(text[i]) || Py_UNICODE_ISDECIMAL(decode(text, i + 1).value)) continue;
+    out.append(text, done, i - done);
     out += ' ';
-    out += c;
+    out += text[i];
     out += ' ';
-    out.append(text, i, next.bytes);
-    i += next.bytes;
+    done = ++i;
   }
+  out.append(text, done);
 }
 
 // a colon or comma at the end, or before a final line feed
 void final_comma(std::string_view text, std::string& out) {
   size_t end = text.size();
-  if (end > 1 && text[end - 1] == '\n' && is_one_of(text[end - 2], ":,")) --end;
-  if (end == 0 || !is_one_of(text[end - 1], ":,")) {
+  if (end > 1 && text[end - 1] == '\n' && kCommas.has(text[end - 2])) --end;
+  if (end == 0 || !kCommas.has(text[end - 1])) {
     out += text;
     return;
   }
@@ -261,7 +283,7 @@ void final_comma(std::string_view text, std::string& out) {
 void apostrophes_before_space(std::string_view text, std::string& out) {
   size_t done = 0;
   for (size_t i = 1; i + 1 < text.size(); ++i) {
-    if (text[i] != '\'' || text[i + 1] != ' ' || i == done || text[i - 1] == '\'') continue;
+    if (text[i] != '\'' || text[i + 1] != ' ' || text[i - 1] == '\'') continue;
     out.append(text, done, i - done);
     out += " ' ";
     done = i + 2;
@@ -281,55 +303,68 @@ void replace_all(std::string_view text, std::string& out, std::string_view what,
 
 void one_space(std::string_view text, std::string& out) {
   bool before = false;
+  size_t done = 0;
   for (size_t i = 0; i < text.size();) {
+    // most characters: no space of any kind
+    if (text[i] > ' ' && text[i] < '\x7F') {
+      before = false;
+      ++i;
+      continue;
+    }
     const CodePoint c = decode(text, i);
     const bool space = is_regex_space(c.value);
-    if (!space)
-      out.append(text, i, c.bytes);
-    else if (!before)
-      out += ' ';
+    if (space) {
+      out.append(text, done, i - done);
+      if (!before) out += ' ';
+      done = i + c.bytes;
+    }
     before = space;
     i += c.bytes;
   }
+  out.append(text, done);
 }
 
-// 's, 'll, n't, ... at the end of a word
+// 's, 'll, n't, ... with a space behind, at the end of a word
 void endings(std::string_view text, std::string& out, std::initializer_list<std::string_view> parts) {
-  for (size_t i = 0; i < text.size();) {
-    const char c = text[i];
-    out += c;
-    ++i;
-    if (c == '\'' || c == ' ') continue;
+  size_t done = 0;
+  for (size_t i = 0; (i = text.find('\'', i)) != std::string_view::npos; ++i) {
     for (std::string_view part : parts) {
-      if (!starts_with(text, i, part)) continue;
+      const size_t at = part.find('\'');
+      if (i <= done + at || !starts_with(text, i - at, part)) continue;
+      const size_t begin = i - at;
+      if (text[begin - 1] == '\'' || text[begin - 1] == ' ') continue;
+      out.append(text, done, begin - done);
       out += ' ';
       out += part;
-      i += part.size();
+      done = begin + part.size();
+      i = done - 1;
       break;
     }
   }
+  out.append(text, done);
 }
 
-// A contraction: two parts of one word. Case is ignored, so that i is also ı and s is also ſ.
+// A contraction, and how long the first of its two words is.
 struct Contraction {
-  std::string_view first, second;
+  std::string_view whole;
+  size_t first;
   enum { kWord, kBeforeSpace, kBehindSpace } where = kWord;
 };
 
 constexpr Contraction kContractions[] = {
-    {"can", "not"},
-    {"d", "'ye"},
-    {"gim", "me"},
-    {"gon", "na"},
-    {"got", "ta"},
-    {"lem", "me"},
-    {"more", "'n"},
-    {"wan", "na", Contraction::kBeforeSpace},
-    {"'t", "is", Contraction::kBehindSpace},
-    {"'t", "was", Contraction::kBehindSpace},
+    {"cannot", 3},
+    {"d'ye", 1},
+    {"gimme", 3},
+    {"gonna", 3},
+    {"gotta", 3},
+    {"lemme", 3},
+    {"more'n", 4},
+    {"wanna", 3, Contraction::kBeforeSpace},
+    {"'tis", 2, Contraction::kBehindSpace},
+    {"'twas", 2, Contraction::kBehindSpace},
 };
 
-// the end of the part if it stands here, else 0
+// the end of the part if it stands here, else 0; case is ignored, so that i is also ı and s is also ſ
 size_t match(std::string_view text, size_t at, std::string_view part) {
   for (char c : part) {
     if (at < text.size() && text[at] == c)
@@ -342,37 +377,32 @@ size_t match(std::string_view text, size_t at, std::string_view part) {
   return at;
 }
 
+// whether a contraction stands at i, from `middle` on its second part, up to `end`
+bool is_contraction(std::string_view text, size_t i, const Contraction& word, size_t& middle, size_t& end) {
+  middle = match(text, i, word.whole.substr(0, word.first));
+  end = middle ? match(text, middle, word.whole.substr(word.first)) : 0;
+  if (!end) return false;
+  if (word.where == Contraction::kBehindSpace ? i == 0 || text[i - 1] != ' '
+                                              : i > 0 && is_word(decode_before(text, i).value))
+    return false;
+  if (word.where == Contraction::kBeforeSpace) return end < text.size() && Py_UNICODE_ISSPACE(decode(text, end).value);
+  return end == text.size() || !is_word(decode(text, end).value);
+}
+
 void split_contraction(std::string_view text, std::string& out, const Contraction& word) {
-  for (size_t i = 0; i < text.size();) {
-    const size_t middle = match(text, i, word.first);
-    const size_t end = middle ? match(text, middle, word.second) : 0;
-    bool here = end != 0;
-    if (here && word.where == Contraction::kBehindSpace)
-      here = i > 0 && text[i - 1] == ' ';
-    else if (here)
-      here = i == 0 || !is_word(decode_before(text, i).value);
-    if (here && word.where == Contraction::kBeforeSpace)
-      here = end < text.size() && Py_UNICODE_ISSPACE(decode(text, end).value);
-    else if (here)
-      here = end == text.size() || !is_word(decode(text, end).value);
-    if (!here) {
-      out += text[i++];
-      continue;
-    }
+  size_t done = 0, middle = 0, end = 0;
+  for (size_t i = 0; (i = text.find(word.whole[0], i)) != std::string_view::npos; ++i) {
+    if (!is_contraction(text, i, word, middle, end)) continue;
+    out.append(text, done, i - done);
     out += ' ';
     out.append(text, i, middle - i);
     out += ' ';
     out.append(text, middle, end - middle);
     out += ' ';
-    i = end;
+    done = end;
+    i = end - 1;
   }
-}
-
-// whether a contraction without an apostrophe may stand in an ASCII text: each has nn, mm or tt
-bool may_hold_contraction(std::string_view text) {
-  for (std::string_view word : {"cannot", "gimme", "gonna", "gotta", "lemme", "wanna"})
-    if (text.find(word) != std::string_view::npos) return true;
-  return false;
+  out.append(text, done);
 }
 
 // Lower-case as str.lower; returns what the text holds.
@@ -384,7 +414,7 @@ uint32_t lower(std::string_view caption, std::string& out) {
     char c = caption[i];
     if (c >= 'A' && c <= 'Z') c += 'a' - 'A';
     holds |= kHolds[static_cast<unsigned char>(c)];
-    holds |= c == before && (c == 'n' || c == 'm' || c == 't') ? kTwin : 0;
+    if (c == before && (c == 'n' || c == 'm' || c == 't')) holds |= kTwin;
     out[i] = before = c;
   }
   if (!(holds & kNonAscii)) return holds;
@@ -429,11 +459,13 @@ const std::vector<std::string_view>& Tokenizer::words(std::string_view caption) 
   using Out = std::string;
   const uint32_t holds = lower(caption, text_);
   auto any = [holds](uint32_t what) { return (holds & what) != 0; };
-  auto pads = [this](auto length) { apply([&](View text, Out& out) { pad(text, out, length); }); };
+  auto pads = [this](const Bytes& first, auto length) {
+    apply([&](View text, Out& out) { pad(text, out, first, length); });
+  };
   auto replaces = [this](View what, View by) { apply([&](View text, Out& out) { replace_all(text, out, what, by); }); };
-  auto one_of = [](View set) { return [set](View text, size_t i) -> size_t { return is_one_of(text[i], set); }; };
+  static constexpr Bytes kDots("."), kMarks("?!"), kBrackets("*[](){}<>");
 
-  if (any(kBacktick | kNonAscii)) pads(opening_quotes);
+  if (any(kBacktick | kNonAscii)) pads(kOpening, opening_quotes);
   if (any(kQuote) && text_[0] == '"') text_.replace(0, 1, "``");
   if (any(kQuote | kBacktick)) replaces("``", " `` ");
   if (any(kQuote | kApostrophe)) apply(quotes_behind_opening);
@@ -442,19 +474,21 @@ const std::vector<std::string_view>& Tokenizer::words(std::string_view caption) 
   if (any(kDot)) apply([](View text, Out& out) { final_stop(text, out, true); });
   if (any(kComma)) apply(commas);
   if (any(kComma)) apply(final_comma);
-  if (any(kDot)) pads(dots);
-  if (any(kSymbol | kNonAscii)) pads(symbols_and_dashes);
+  if (any(kDot) && text_.find("..") != Out::npos) pads(kDots, dots);
+  if (any(kSymbol | kNonAscii)) pads(kSymbols, symbols_and_dashes);
   if (any(kDot)) apply([](View text, Out& out) { final_stop(text, out, false); });
-  if (any(kSymbol)) pads(one_of("?!"));
+  if (any(kSymbol)) pads(kMarks, one_byte);
   if (any(kApostrophe)) apply(apostrophes_before_space);
-  if (any(kSymbol)) pads(one_of("*[](){}<>"));
+  if (any(kSymbol)) pads(kBrackets, one_byte);
   if (any(kDash)) replaces("--", " -- ");
 
-  if (any(kNonAscii)) pads(closing_quotes);
+  if (any(kNonAscii)) pads(kClosing, closing_quotes);
   if (any(kApostrophe)) replaces("''", " '' ");
   if (any(kQuote)) replaces("\"", " '' ");
-  const bool contraction = any(kApostrophe | kNonAscii) || (any(kTwin) && may_hold_contraction(text_));
-  if (contraction) {
+  const bool odd = any(kNonAscii) && (text_.find("ı") != Out::npos || text_.find("ſ") != Out::npos);
+  auto may_stand = [&](const Contraction& word) { return odd || text_.find(word.whole) != Out::npos; };
+  const bool contraction = (odd || any(kApostrophe | kTwin)) && std::ranges::any_of(kContractions, may_stand);
+  if (contraction || any(kApostrophe)) {
     text_.insert(0, 1, ' ');
     text_ += ' ';
     apply(one_space);
@@ -465,7 +499,7 @@ const std::vector<std::string_view>& Tokenizer::words(std::string_view caption) 
   }
   if (contraction)
     for (const Contraction& word : kContractions)
-      apply([&](View text, Out& out) { split_contraction(text, out, word); });
+      if (may_stand(word)) apply([&](View text, Out& out) { split_contraction(text, out, word); });
 
   words_.clear();
   const View text = text_;
@@ -474,6 +508,12 @@ const std::vector<std::string_view>& Tokenizer::words(std::string_view caption) 
     if (end > begin) words_.push_back(text.substr(begin, end - begin));
   };
   for (size_t i = 0; i < text.size();) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    // most characters: letters and digits
+    if (byte > ' ' && byte < 0x80) {
+      ++i;
+      continue;
+    }
     const CodePoint c = decode(text, i);
     if (Py_UNICODE_ISSPACE(c.value)) {
       word_ends(i);
@@ -525,6 +565,17 @@ Encoded WordIds::encode(std::string_view text, const Span* spans, int64_t count,
   return result;
 }
 
+namespace {
+
+// the beginning of a text, for messages; never half a character
+std::string shorten(std::string_view text) {
+  size_t end = std::min<size_t>(text.size(), 40);
+  while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return std::string(text.substr(0, end));
+}
+
+}  // namespace
+
 Encoded parse_ids(std::string_view text, const Span* spans, int64_t count, int64_t vocabulary) {
   Encoded result;
   result.offsets.reserve(count + 1);
@@ -544,7 +595,7 @@ Encoded parse_ids(std::string_view text, const Span* spans, int64_t count, int64
       int64_t id = -1;
       const auto [rest, error] = std::from_chars(part.data(), part.data() + part.size(), id);
       if (error != std::errc() || rest != part.data() + part.size())
-        throw LineError(n + 1, "'" + std::string(part.substr(0, 40)) + "' is not an id; expected 12,5,7");
+        throw LineError(n + 1, "'" + shorten(part) + "' is not an id; expected 12,5,7");
       if (id < 0 || id >= vocabulary)
         throw LineError(n + 1, "id " + std::to_string(id) + " is outside the vocabulary of " +
                                    std::to_string(vocabulary) + " words");
@@ -598,11 +649,11 @@ size_t find_broken(std::string_view text) {
       continue;
     }
     const CodePoint c = decode(text, i);
-    if (c.bytes == 1 || first > 0xF4) return i;
+    if (c.bytes == 1) return i;
     for (int k = 1; k < c.bytes; ++k)
       if ((static_cast<unsigned char>(text[i + k]) & 0xC0) != 0x80) return i;
     constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
-    if (c.value < kLeast[c.bytes] || c.value > 0x10FFFF || (c.value >= 0xD800 && c.value < 0xE000)) return i;
+    if (c.value < kLeast[c.bytes] || (c.value >= 0xD800 && c.value < 0xE000)) return i;
     i += c.bytes;
   }
   return std::string_view::npos;
@@ -626,8 +677,9 @@ std::vector<Span> find_lines(std::string_view text, bool tabs) {
       from = tab + 1;
       to = std::min(line.find('\t', from), line.size());
     }
-    while (from < to && is_one_of(line[from], " \t\r\v\f")) ++from;
-    while (from < to && is_one_of(line[to - 1], " \t\r\v\f")) --to;
+    static constexpr Bytes kSpace(" \t\r\v\f");
+    while (from < to && kSpace.has(line[from])) ++from;
+    while (from < to && kSpace.has(line[to - 1])) --to;
     spans.push_back({static_cast<int64_t>(begin + from), static_cast<int64_t>(begin + to)});
     begin = end + 1;
   }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pcsr_fast.data.files import write_whole
+from pcsr_fast.data.files import open_npy, write_whole
 from pcsr_fast.data.lines import Lines
 from pcsr_fast.data.split import Split
 from pcsr_fast.data.tokens import Vocabulary, encode, parse_ids
@@ -62,29 +62,16 @@ def open_split(
 
 
 def open_features(path: Path) -> np.ndarray:  # [rows, regions, width]
-    """A memory map of a .npy file whose header, size and kind were checked."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-            shape, fortran, dtype = read(file)
-            start = file.tell()
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} ({size} bytes) is not a .npy file: {error}") from None
-    if dtype not in (np.float32, np.float16) or not dtype.isnative or fortran or len(shape) != 3:
-        order = ", Fortran order" if fortran else ""
-        raise ValueError(
-            f"{path} has {dtype.str} {list(shape)}{order}; expected float32 or float16 [rows, regions, width], C order"
-        )
-    expected = start + int(np.prod(shape, dtype=object)) * dtype.itemsize
-    if size != expected:
-        raise ValueError(
-            f"{path} has {size} bytes, but its header, {dtype.name} {list(shape)}, asks for {expected}; copy it again"
-        )
-    if 0 in shape:
-        raise ValueError(f"{path} is empty: {list(shape)}")
-    return np.memmap(path, dtype, "r", start, shape)
+    """A memory map of features, of a kind that training can use."""
+    rows = open_npy(path)
+    kind = f"{rows.dtype.str} {list(rows.shape)}"
+    if rows.dtype not in (np.float32, np.float16) or not rows.dtype.isnative or rows.ndim != 3:
+        raise ValueError(f"{path} has {kind}; expected float32 or float16 [rows, regions, width]")
+    if rows.size == 0:
+        raise ValueError(f"{path} is empty: {kind}")
+    if not rows.flags.c_contiguous:
+        raise ValueError(f"{path} is in Fortran order; save it again with np.ascontiguousarray")
+    return rows
 
 
 def open_captions(folder: Path, split: str, variant: str | None = None) -> tuple[Lines, str | None]:
@@ -175,7 +162,8 @@ def _tokens(
     content.update(lines.text)
     paths = [Path(cache) / f"{content.hexdigest()}-{name}.npy" for name in ("tokens", "offsets")]
     try:
-        tokens, offsets = (np.load(path, mmap_mode="r") for path in paths)
+        # plain arrays: np.memmap is slow to slice
+        tokens, offsets = (np.asarray(open_npy(path)) for path in paths)
         if len(offsets) == len(lines) + 1 and offsets[-1] == len(tokens):
             return tokens, offsets
     # absent, or cut short by a full disk: made again

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pcsr_fast.data.files import write_whole
+from pcsr_fast.data.files import open_npy, write_whole
 from pcsr_fast.data.split import check_range
 
 PROTOCOLS = ("caption", "image")
@@ -30,7 +30,7 @@ def draw(images: int, captions: int, ratio: float, *, protocol: str = "caption",
     generator = np.random.default_rng(seed)
     index = np.arange(images, dtype=np.int64)
     index = index if protocol == "image" else np.repeat(index, each)
-    # 0.29 * 100 is a little less than 29
+    # 0.58 * 100 is a little less than 58
     picked = generator.permutation(len(index))[: math.floor(round(ratio * len(index), 6))]
     index[picked] = generator.permutation(index[picked])
     return np.repeat(index, each) if protocol == "image" else index
@@ -57,17 +57,14 @@ def load(
         index = draw(images, captions, draw_ratio, protocol=draw_protocol, seed=seed)
         save(path, index)
         return index
-    try:
-        index = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} ({path.stat().st_size} bytes) is not a whole .npy file: {error}") from None
-    if not isinstance(index, np.ndarray) or index.ndim != 1 or index.dtype.kind not in "iu":
-        what = f"{index.dtype} {list(index.shape)}" if isinstance(index, np.ndarray) else "an archive"
-        raise ValueError(f"{path} has {what}; expected one int64 for each caption or each image")
+    index = open_npy(path)
+    if index.ndim != 1 or index.dtype.kind not in "iu":
+        kind = f"{index.dtype} {list(index.shape)}"
+        raise ValueError(f"{path} has {kind}; expected one int64 for each caption or each image")
     if len(index) not in (images, captions):
         raise ValueError(f"{path} has {len(index)} entries; expected {captions} (captions) or {images} (images)")
     check_range(index, images, str(path))
-    index = index.astype(np.int64)
+    index = np.array(index, dtype=np.int64)
     index = index if len(index) == captions else np.repeat(index, each)
     if protocol(index, images) == "other":
         warnings.warn(f"{path} is no permutation: some images have more or fewer than {each} captions", stacklevel=2)

@@ -113,8 +113,9 @@ def _packed(captions: Sequence[str]) -> tuple:
     if isinstance(captions, Lines):
         return captions.text, captions.spans, captions.tabs
     parts = [_utf8(caption, n) for n, caption in enumerate(captions)]
-    ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)), dtype=np.int64)
-    return b"".join(parts), np.stack([np.concatenate([[0], ends[:-1]]), ends], 1), False
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    ends = np.cumsum(lengths)
+    return b"".join(parts), np.stack([ends - lengths, ends], 1), False
 
 
 def _utf8(caption: str, n: int) -> bytes:
