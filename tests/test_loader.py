@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcsr_fast.data.loader import PIECE, batches, count_batches, gather
+from pcsr_fast.data.loader import CONVERTED, batches, count_batches, gather
 from pcsr_fast.data.sample import sample_split
 from pcsr_fast.data.split import Split
 
@@ -119,7 +119,7 @@ def test_memory_is_used_again(workers):
     assert len(places) <= workers + 2
 
 
-@pytest.mark.parametrize(("regions", "width"), [(1, 3), (3, PIECE // 2 + 1), (1, PIECE)])
+@pytest.mark.parametrize(("regions", "width"), [(1, 3), (3, CONVERTED // 2 + 1), (1, CONVERTED)])
 def test_gather_converts_rows_of_any_size(regions, width):
     features = np.random.default_rng(0).standard_normal((5, regions, width)).astype(np.float16)
     rows = np.array([4, 0, 0, 3, 1, 2, 4])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pcsr_fast.data.split import Split
 
-# elements that torch converts without starting threads, which would take turns with those of the training step
-PIECE = 32_768
+# elements that are converted at a time
+CONVERTED = 65_536
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,16 +119,14 @@ def gather(features: np.ndarray, rows: np.ndarray, out: Tensor) -> Tensor:  # [i
     if target.dtype == features.dtype:
         take(rows, target)
         return out
-    # by pieces that stay in cache: torch converts several times faster than numpy, but not from a read-only map
-    row_size = int(np.prod(features.shape[1:]))
-    step = max(1, PIECE // max(row_size, 1))
+    # a few rows at a time, in cache: torch converts several times faster than numpy, but not from a read-only map
+    step = max(1, CONVERTED // int(np.prod(features.shape[1:])))
     scratch = np.empty((step, *features.shape[1:]), features.dtype)
+    source = torch.from_numpy(scratch)
     for i in range(0, len(rows), step):
         some = rows[i : i + step]
         take(some, scratch[: len(some)])
-        source = torch.from_numpy(scratch[: len(some)]).view(-1)
-        for to, piece in zip(out[i : i + step].view(-1).split(PIECE), source.split(PIECE), strict=True):
-            to.copy_(piece)
+        out[i : i + step].copy_(source[: len(some)])
     return out
 
 

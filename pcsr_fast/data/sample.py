@@ -13,7 +13,7 @@ import numpy as np
 from pcsr_fast.data.split import Split
 from pcsr_fast.data.tokens import SPECIAL, Vocabulary, encode
 
-IMAGES = {"train": 600, "dev": 150, "test": 200}
+IMAGES = {"train": 800, "dev": 150, "test": 200}
 CAPTIONS = 5
 GRID = 3
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
