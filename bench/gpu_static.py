@@ -339,7 +339,8 @@ def main() -> int:
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         rows = [*pool.map(triton_row, cases), *cuda_rows()]
     wrong = [problem for row in rows for problem in problems(row, options.shape)]
-    print(*wrong, sep="\n", file=sys.stderr)
+    for problem in wrong:
+        print(problem, file=sys.stderr)
     rows += step_rows() if options.shape == SHAPE else []
     for row in rows:
         print(" ".join(f"{k}={row[k]}" for k in COLUMNS if row.get(k) not in ("", None)))

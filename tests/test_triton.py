@@ -132,7 +132,7 @@ def test_workspace_of_a_large_batch():
     per_call = sum(sizes) - sum(totals)
     assert len(totals) > 3
     assert max(totals) + per_call < 0.5e9
-    assert max(sizes) < 0.01 * 128 * 128 * 14 * 1024 * 4
+    assert max(sizes) < 0.05 * 128 * 128 * 14 * 1024 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
