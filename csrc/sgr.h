@@ -34,6 +34,30 @@ struct SgrArgs {
   int64_t caption_of(int64_t pair) const { return pairs ? pairs[2 * pair + 1] : pair % captions; }
 };
 
+// the triplet loss with the mean of all negatives: what its gradient at a score depends on, besides that score
+template <typename T>
+struct SgrMean {
+  const T* positive;           // [images], scores of the pairs (i, i)
+  const T* margin;             // [images]
+  const int64_t* image_ids;    // [images] or null; pairs that share one are not each other's negatives
+  const int64_t* caption_ids;  // [images] or null
+  int64_t images;
+
+  bool is_negative(int64_t image, int64_t caption) const {
+    return image != caption && !(image_ids && image_ids[image] == image_ids[caption]) &&
+           !(caption_ids && caption_ids[image] == caption_ids[caption]);
+  }
+  // the hinge of a negative with one of its positives
+  T hinge(T score, int64_t of) const {
+    const T x = (score - positive[of]) + margin[of];
+    return x > 0 ? x : 0;
+  }
+  T gradient(T score, int64_t image, int64_t caption) const {
+    if (!is_negative(image, caption)) return 0;
+    return static_cast<T>((hinge(score, image) > 0) + (hinge(score, caption) > 0)) / static_cast<T>(images);
+  }
+};
+
 // one for each floating argument, in its shape; backward adds to them
 template <typename T>
 struct SgrGrads {

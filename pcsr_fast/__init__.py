@@ -9,7 +9,7 @@ from importlib.metadata import version
 _HOME = {
     **dict.fromkeys(
         (
-            *("SgrWeights", "sgr"),
+            *("SgrWeights", "sgr", "sgr_mean"),
             *("TallyState", "tally"),
             *("triplet", "triplet_pairs", "adaptive_margin"),
             *("Agreement", "agreement", "gce", "entropy", "label_similarity"),

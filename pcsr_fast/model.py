@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pcsr_fast.config import Config
-from pcsr_fast.ops import SgrWeights, sgr
+from pcsr_fast.ops import SgrWeights, sgr, sgr_mean
 
 
 class Images(NamedTuple):
@@ -85,8 +85,15 @@ class Similarity(nn.Module):
 
     def forward(self, images: Images, captions: Captions, pairs: Tensor | None = None) -> Tensor:
         """Scores [B, C], or of pairs [P, 2] alone."""
+        return sgr(*self.arguments(images, captions), pairs)
+
+    def mean_loss(self, images: Images, captions: Captions, *margin_and_ids) -> Tensor:
+        """Triplet loss with the mean of all negatives, as sgr_mean computes it."""
+        return sgr_mean(*self.arguments(images, captions), *margin_and_ids)
+
+    def arguments(self, images: Images, captions: Captions) -> tuple:
         weights = SgrWeights(*(getattr(self, name) for name in SgrWeights._fields))
-        return sgr(images.regions, captions.words, captions.offsets, images.whole, captions.whole, weights, pairs)
+        return images.regions, captions.words, captions.offsets, images.whole, captions.whole, weights
 
 
 class Network(nn.Module):

@@ -333,8 +333,10 @@ def contrast(network, images, captions, margin, mode, image_ids, caption_ids, ep
     """Triplet loss of a batch, in groups of fewer pairs while the ramp of negatives lasts."""
     if not config.mask_duplicates:
         image_ids = caption_ids = None
+    if mode == "mean":
+        return network.similarity.mean_loss(images, captions, margin, image_ids, caption_ids)
     size, group = len(images.whole), negatives(epoch, config)
-    if mode != "hardest" or group >= size:
+    if group >= size:
         return triplet(network.similarity(images, captions), margin, mode, image_ids, caption_ids)
     total = 0.0
     for start in range(0, size, group):

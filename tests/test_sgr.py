@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcsr_fast import SgrWeights, sgr, triplet, use_backend
+from pcsr_fast import SgrWeights, sgr, sgr_mean, triplet, use_backend
 from pcsr_fast.ops import OPS
 from pcsr_fast.ops.verify import copies, mismatch, results
 
@@ -241,3 +241,66 @@ def test_half_precision(dtype, generator):
     assert got.dtype == torch.float32
     full = [x.float() for x in half]
     torch.testing.assert_close(got, sgr(full[0], full[1], offsets, full[2], full[3], weights))
+
+
+@pytest.mark.parametrize("margin", [0.9, 0.01, 0.0])
+@pytest.mark.parametrize("ids", [False, True])
+def test_mean_loss_is_triplet_of_scores(margin, ids, generator):
+    """In one pass or pair by pair, and with a gradient from above."""
+    regions, words, offsets, image_globals, caption_globals, *_ = sample(images=12, captions=12)
+    weights = draw_weights(21, 10, 3, generator)
+    shared = torch.arange(12) // 2 if ids else None
+    margins = margin * torch.rand(12, dtype=torch.float64, generator=generator)
+    inputs = [x.requires_grad_() for x in (regions, words, image_globals, caption_globals, *weights)]
+    both = []
+    for backend in ("native", "reference"):
+        with use_backend(backend):
+            args = (regions, words, offsets, image_globals, caption_globals, weights)
+            loss = sgr_mean(*args, margins, shared) if backend == "native" else None
+            if loss is None:
+                loss = triplet(sgr(*args), margins, "mean", shared)
+            both.append([loss, *torch.autograd.grad(3 * loss, inputs)])
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_mean_loss_without_gradient_and_in_half_precision():
+    regions, words, offsets, image_globals, caption_globals, *_ = sample(torch.float32, images=4, captions=4)
+    weights = draw_weights(21, 10, 3, torch.Generator().manual_seed(0), torch.float32)
+    args = (regions, words, offsets, image_globals, caption_globals, weights)
+    want = triplet(sgr(*args), 0.2, "mean")
+    assert torch.equal(sgr_mean(*args), want)
+    regions = regions.bfloat16().requires_grad_()
+    loss = sgr_mean(regions, *args[1:])
+    torch.testing.assert_close(loss.detach(), want, rtol=0.05, atol=0.02)
+    assert torch.autograd.grad(loss, regions)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_mean_loss_on_any_number_of_threads(threads):
+    op = OPS["sgr_mean"]
+    args = op.inputs(torch.float32, torch.Generator().manual_seed(0), **op.shapes["odd"])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert not mismatch(op, op.implementation("native"), args, torch.float32)
+        first, again = (op.implementation("native")(*args) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_mean_loss_bad_input():
+    *tensors, margin, ids, _ = OPS["sgr_mean"].inputs(
+        torch.float32, torch.Generator().manual_seed(0), **OPS["sgr_mean"].shapes["odd"]
+    )
+    kernel = OPS["sgr_mean"].implementation("native")
+    with pytest.raises(RuntimeError, match=r"sgr_mean: margin must have shape \[5\]"):
+        kernel(*tensors, margin[:3], ids, None)
+    with pytest.raises(RuntimeError, match="sgr_mean: margin is NaN"):
+        kernel(*tensors, margin * torch.nan, ids, None)
+    with pytest.raises(RuntimeError, match="sgr_mean: image_ids must be"):
+        kernel(*tensors, margin, ids.int(), None)
+    ends = tensors[2][:5]
+    with pytest.raises(RuntimeError, match="5 images, but 4 captions"):
+        kernel(tensors[0], tensors[1][: ends[-1]], ends, tensors[3], tensors[4][:4], *tensors[5:], margin, ids, None)

@@ -187,10 +187,11 @@ std::vector<int64_t> shares(const std::vector<int64_t>& pairs, int64_t threads) 
   return begins;
 }
 
-// adds the gradients of pairs sorted by image; the sum is the same for a given number of threads
-template <typename T>
-void backward(const SgrArgs<T>& args, const std::vector<int64_t>& begins, const std::vector<Tensor>& grads) {
-  const auto add = PCSR_KERNEL(sgr_backward<T>);
+// each thread adds the gradients of its share of the pairs, which are sorted by image, by
+// add(grads, packed, workspace, begin, end); the sum is the same for a given number of threads
+template <typename T, typename Add>
+void add_gradients(const SgrArgs<T>& args, const std::vector<int64_t>& begins, const std::vector<Tensor>& grads,
+                   const Add& add) {
   const std::unique_ptr<T[]> packed(new T[PCSR_KERNEL(sgr_packed_size<T>)(args, true)]);
   PCSR_KERNEL(sgr_pack<T>)(args, true, packed.get());
   const int64_t workspace = PCSR_KERNEL(sgr_workspace_size<T>)(args, true);
@@ -210,7 +211,7 @@ void backward(const SgrArgs<T>& args, const std::vector<int64_t>& begins, const 
       const SgrGrads<T> g = {to[0], to[1], to[2], to[3],  to[4],  to[5],  to[6],
                              to[7], to[8], to[9], to[10], to[11], to[12], to[13]};
       const std::unique_ptr<T[]> work(new T[workspace]);
-      add(args, g, packed.get(), work.get(), begins[t], begins[t + 1]);
+      add(g, packed.get(), work.get(), begins[t], begins[t + 1]);
     }
   });
   for (int64_t t = 1; t < threads; ++t) {
@@ -222,6 +223,30 @@ void backward(const SgrArgs<T>& args, const std::vector<int64_t>& begins, const 
       for (int64_t k = 0; k < grads[i].numel(); ++k) to[k] += from[k];
     }
   }
+}
+
+// adds the gradients of the pairs whose score has one, all[p] for pair p
+template <typename T>
+void backward(SgrArgs<T> args, const T* all, const std::vector<Tensor>& grads) {
+  std::vector<int64_t> listed;
+  std::vector<T> given;
+  for (int64_t p = 0; p < args.pair_count; ++p) {
+    if (all[p] == 0) continue;
+    listed.push_back(args.image_of(p));
+    listed.push_back(args.caption_of(p));
+    given.push_back(all[p]);
+  }
+  args.pair_count = static_cast<int64_t>(given.size());
+  const Sorted sorted(listed.data(), args.pair_count);
+  std::vector<T> in_order(args.pair_count);
+  for (int64_t p = 0; p < args.pair_count; ++p) in_order[p] = given[sorted.order[p]];
+  args.pairs = sorted.pairs.data();
+  args.grad_scores = in_order.data();
+  const auto add = PCSR_KERNEL(sgr_backward<T>);
+  add_gradients(args, shares(sorted.pairs, torch::stable::get_num_threads()), grads,
+                [&](const SgrGrads<T>& g, const T* packed, T* work, int64_t begin, int64_t end) {
+                  add(args, g, packed, work, begin, end);
+                });
 }
 
 Tensor sgr_on_cpu(const Tensor& regions, const Tensor& words, const Tensor& offsets, const Tensor& image_globals,
@@ -261,26 +286,88 @@ Grads sgr_backward_on_cpu(const Tensor& grad_scores, const Tensor& regions, cons
   const Tensor upstream = dense(grad_scores);
   std::vector<Tensor> grads;
   for (const Tensor& t : in.floats) grads.push_back(torch::stable::new_zeros(t, t.sizes()));
-  by_type(regions, [&]<typename T>(T) {
-    SgrArgs<T> args = in.args<T>();
-    const T* all = static_cast<const T*>(upstream.data_ptr());
-    std::vector<int64_t> listed;
-    std::vector<T> given;
-    for (int64_t p = 0; p < args.pair_count; ++p) {
-      if (all[p] == 0) continue;
-      listed.push_back(args.image_of(p));
-      listed.push_back(args.caption_of(p));
-      given.push_back(all[p]);
-    }
-    args.pair_count = static_cast<int64_t>(given.size());
-    const Sorted sorted(listed.data(), args.pair_count);
-    std::vector<T> in_order(args.pair_count);
-    for (int64_t p = 0; p < args.pair_count; ++p) in_order[p] = given[sorted.order[p]];
-    args.pairs = sorted.pairs.data();
-    args.grad_scores = in_order.data();
-    backward(args, shares(sorted.pairs, torch::stable::get_num_threads()), grads);
-  });
+  by_type(regions, [&]<typename T>(T) { backward(in.args<T>(), static_cast<const T*>(upstream.data_ptr()), grads); });
   return {grads[0], grads[1], grads[2], grads[3],  grads[4],  grads[5],  grads[6],
+          grads[7], grads[8], grads[9], grads[10], grads[11], grads[12], grads[13]};
+}
+
+// loss = triplet(sgr(...), margin, "mean"), and its gradients, in one pass over the grid where most scores have one
+template <typename T>
+T mean_loss(SgrArgs<T> args, SgrMean<T> loss, const std::vector<Tensor>& grads) {
+  const int64_t images = args.images, threads = torch::stable::get_num_threads();
+  std::vector<int64_t> own(2 * images);
+  for (int64_t i = 0; i < images; ++i) own[2 * i] = own[2 * i + 1] = i;
+  std::vector<T> positive(images), scores(images * images), left(images * images);
+  SgrArgs<T> diagonal = args;
+  diagonal.pairs = own.data();
+  diagonal.pair_count = images;
+  diagonal.scores = positive.data();
+  forward(diagonal);
+  loss.positive = positive.data();
+
+  args.scores = scores.data();
+  std::vector<int64_t> begins;
+  for (int64_t t = 0; t <= threads; ++t) begins.push_back(images * t / threads * images);
+  const auto run = PCSR_KERNEL(sgr_mean<T>);
+  add_gradients(args, begins, grads, [&](const SgrGrads<T>& g, const T* packed, T* work, int64_t begin, int64_t end) {
+    run(args, g, loss, packed, work, begin, end, left.data());
+  });
+
+  T total = 0;
+  std::vector<int64_t> hinges(images);
+  for (int64_t i = 0; i < images; ++i) {
+    for (int64_t j = 0; j < images; ++j) {
+      if (!loss.is_negative(i, j)) continue;
+      for (const int64_t of : {i, j}) {
+        const T cost = loss.hinge(scores[i * images + j], of);
+        total += cost;
+        hinges[of] += cost > 0;
+      }
+    }
+  }
+  for (int64_t i = 0; i < images; ++i) {
+    left[i * images + i] = -static_cast<T>(hinges[i]) / static_cast<T>(images);
+  }
+  backward(args, left.data(), grads);
+  return total / static_cast<T>(images);
+}
+
+using LossAndGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                                Tensor, Tensor, Tensor, Tensor>;
+
+LossAndGrads sgr_mean_on_cpu(const Tensor& regions, const Tensor& words, const Tensor& offsets,
+                             const Tensor& image_globals, const Tensor& caption_globals, const Tensor& w_loc,
+                             const Tensor& b_loc, const Tensor& w_glo, const Tensor& b_glo, const Tensor& mix,
+                             const Tensor& shift, const Tensor& graph, const Tensor& bias, const Tensor& w_score,
+                             const Tensor& b_score, const Tensor& margin, const MaybeTensor& image_ids,
+                             const MaybeTensor& caption_ids) {
+  const Inputs in = checked(regions, words, offsets, image_globals, caption_globals, w_loc, b_loc, w_glo, b_glo, mix,
+                            shift, graph, bias, w_score, b_score, std::nullopt);
+  const int64_t images = regions.size(0);
+  check(in.captions() == images, "sgr_mean: ", images, " images, but ", in.captions(), " captions: pair i is image i ",
+        "with caption i");
+  check_type("sgr_mean", "margin", margin, regions.scalar_type());
+  check_shape("sgr_mean", "margin", margin, {images});
+  const Tensor margins = dense(margin);
+  MaybeTensor ids[2];
+  for (const auto& [name, given, kept] :
+       {std::tuple{"image_ids", &image_ids, &ids[0]}, std::tuple{"caption_ids", &caption_ids, &ids[1]}}) {
+    if (!*given) continue;
+    check_type("sgr_mean", name, **given, ScalarType::Long);
+    check_shape("sgr_mean", name, **given, {images});
+    *kept = dense(**given);
+  }
+  std::vector<Tensor> grads;
+  for (const Tensor& t : in.floats) grads.push_back(torch::stable::new_zeros(t, t.sizes()));
+  const Tensor loss = torch::stable::new_empty(regions, {});
+  by_type(regions, [&]<typename T>(T) {
+    const T* values = static_cast<const T*>(margins.data_ptr());
+    check(!has_nan(values, images), "sgr_mean: margin is NaN");
+    const auto at = [&](int i) { return ids[i] ? static_cast<const int64_t*>(ids[i]->data_ptr()) : nullptr; };
+    const SgrMean<T> rule = {nullptr, values, at(0), at(1), images};
+    *static_cast<T*>(loss.data_ptr()) = mean_loss(in.args<T>(), rule, grads);
+  });
+  return {loss,     grads[0], grads[1], grads[2],  grads[3],  grads[4],  grads[5], grads[6],
           grads[7], grads[8], grads[9], grads[10], grads[11], grads[12], grads[13]};
 }
 
@@ -288,6 +375,7 @@ Grads sgr_backward_on_cpu(const Tensor& grad_scores, const Tensor& regions, cons
 }  // namespace pcsr
 
 PCSR_CPU_IMPL(m) {
+  m.impl("sgr_mean", TORCH_BOX(&pcsr::sgr_mean_on_cpu));
   m.impl("sgr", TORCH_BOX(&pcsr::sgr_on_cpu));
   m.impl("sgr_backward", TORCH_BOX(&pcsr::sgr_backward_on_cpu));
 }

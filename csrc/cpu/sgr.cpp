@@ -556,11 +556,12 @@ void backward_attend(const SgrArgs<T>& a, const Work<T>& w, int64_t pair, int64_
 
 // back through the score and the last step, to the gradient of the nodes before it
 template <typename T>
-void backward_score(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& p, const Work<T>& w, const Tile& tile) {
+void backward_score(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& p, const Work<T>& w, const Tile& tile,
+                    const T* grad_scores) {
   const int64_t s = padded<T>(a.nodes), m = a.nodes, t = a.steps - 1;
   for (int64_t i = 0; i < tile.pairs; ++i) {
     T* __restrict row = w.result + i * s;
-    const T grad = a.grad_scores[tile.first + i] * w.scores[i] * (1 - w.scores[i]);
+    const T grad = grad_scores[i] * w.scores[i] * (1 - w.scores[i]);
     g.b_score[0] += grad;
     for (int64_t k = 0; k < m; ++k) g.w_score[k] += grad * row[k];
     for (int64_t k = 0; k < s; ++k) row[k] = row[k] > 0 ? grad * p.w_score[k] : 0;
@@ -751,6 +752,16 @@ void backward_align(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& 
   });
 }
 
+// all of the way back, after forward_tile
+template <typename T>
+void backward_tile(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& p, Work<T>& w, const Tile& tile,
+                   const T* grad_scores) {
+  backward_score(a, g, p, w, tile, grad_scores);
+  for (int64_t t = a.steps - 2; t >= 0; --t) backward_reason(a, g, p, w, tile, t);
+  backward_nodes(a, g, p, w, tile);
+  backward_align(a, g, p, w, tile);
+}
+
 }  // namespace
 
 template <typename T>
@@ -815,20 +826,43 @@ void sgr_backward(const SgrArgs<T>& a, const SgrGrads<T>& g, const T* packed, T*
   while (begin < end) {
     const Tile tile = next_tile(a, w, tile_words(a, true), begin, end);
     forward_tile(a, p, w, tile);
-    backward_score(a, g, p, w, tile);
-    for (int64_t t = a.steps - 2; t >= 0; --t) backward_reason(a, g, p, w, tile, t);
-    backward_nodes(a, g, p, w, tile);
-    backward_align(a, g, p, w, tile);
+    backward_tile(a, g, p, w, tile, a.grad_scores + tile.first);
     begin += tile.pairs;
   }
 }
 
-#define PCSR_INSTANTIATE(T)                                                        \
-  template int64_t sgr_packed_size<T>(const SgrArgs<T>&, bool);                    \
-  template int64_t sgr_workspace_size<T>(const SgrArgs<T>&, bool);                 \
-  template void sgr_pack<T>(const SgrArgs<T>&, bool, T*);                          \
-  template void sgr_forward<T>(const SgrArgs<T>&, const T*, T*, int64_t, int64_t); \
-  template void sgr_backward<T>(const SgrArgs<T>&, const SgrGrads<T>&, const T*, T*, int64_t, int64_t);
+template <typename T>
+void sgr_mean(const SgrArgs<T>& a, const SgrGrads<T>& g, const SgrMean<T>& loss, const T* packed, T* workspace,
+              int64_t begin, int64_t end, T* left) {
+  Arena<T> weights(const_cast<T*>(packed)), arena(workspace);
+  const Packed<T> p(a, true, weights);
+  Work<T> w(a, true, arena);
+  while (begin < end) {
+    const Tile tile = next_tile(a, w, tile_words(a, true), begin, end);
+    forward_tile(a, p, w, tile);
+    std::memcpy(a.scores + begin, w.scores, tile.pairs * sizeof(T));
+    int64_t active = 0;
+    for (int64_t i = begin; i < begin + tile.pairs; ++i) {
+      left[i] = loss.gradient(a.scores[i], a.image_of(i), a.caption_of(i));
+      active += left[i] != 0;
+    }
+    // going back costs two thirds of doing a pair again with its gradient
+    if (3 * active >= 2 * tile.pairs) {
+      backward_tile(a, g, p, w, tile, left + begin);
+      for (int64_t i = begin; i < begin + tile.pairs; ++i) left[i] = 0;
+    }
+    begin += tile.pairs;
+  }
+}
+
+#define PCSR_INSTANTIATE(T)                                                                                           \
+  template int64_t sgr_packed_size<T>(const SgrArgs<T>&, bool);                                                       \
+  template int64_t sgr_workspace_size<T>(const SgrArgs<T>&, bool);                                                    \
+  template void sgr_pack<T>(const SgrArgs<T>&, bool, T*);                                                             \
+  template void sgr_forward<T>(const SgrArgs<T>&, const T*, T*, int64_t, int64_t);                                    \
+  template void sgr_backward<T>(const SgrArgs<T>&, const SgrGrads<T>&, const T*, T*, int64_t, int64_t);               \
+  template void sgr_mean<T>(const SgrArgs<T>&, const SgrGrads<T>&, const SgrMean<T>&, const T*, T*, int64_t, int64_t, \
+                            T*);
 PCSR_INSTANTIATE(float)
 PCSR_INSTANTIATE(double)
 

@@ -16,5 +16,9 @@ PCSR_DECLARE_KERNEL(template <typename T> void, sgr_forward, const SgrArgs<T>& a
 // adds the gradients of pairs [begin, end), given in the order of their images
 PCSR_DECLARE_KERNEL(template <typename T> void, sgr_backward, const SgrArgs<T>& args, const SgrGrads<T>& grads,
                     const T* packed, T* workspace, int64_t begin, int64_t end)
+// scores of pairs [begin, end) of the grid and, where most of a tile have a gradient, those gradients; left[p] is the
+// gradient of the score of a pair that was not done
+PCSR_DECLARE_KERNEL(template <typename T> void, sgr_mean, const SgrArgs<T>& args, const SgrGrads<T>& grads,
+                    const SgrMean<T>& loss, const T* packed, T* workspace, int64_t begin, int64_t end, T* left)
 
 }  // namespace pcsr

@@ -3,6 +3,7 @@
 from pcsr_fast.ops.gce import Agreement, agreement, entropy, gce, label_similarity
 from pcsr_fast.ops.op import OPS, Op
 from pcsr_fast.ops.sgr import SgrWeights, sgr
+from pcsr_fast.ops.sgr_mean import sgr_mean
 from pcsr_fast.ops.tally import TallyState, tally
 from pcsr_fast.ops.triplet import adaptive_margin, triplet, triplet_pairs
 
@@ -18,6 +19,7 @@ __all__ = [
     "gce",
     "label_similarity",
     "sgr",
+    "sgr_mean",
     "tally",
     "triplet",
     "triplet_pairs",

@@ -57,7 +57,7 @@ class Op:
     cost: Callable[..., Cost]
     backward: Backward | None = None
     # what its GPU kernel is written in, and the kernel itself where that is Python
-    gpu: Literal["cuda", "triton"] = "cuda"
+    gpu: Literal["cuda", "triton"] | None = "cuda"
     triton: Callable[..., Any] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     # how far a result may be from the float64 reference beyond the reference's own error at that dtype

@@ -49,18 +49,21 @@ def sgr(
     Half precision is computed in float32, but by Triton if that is what runs: then everything is taken in the type of
     the regions, and products are summed in float32. Scores are never in half precision.
     """
-    w = SgrWeights(*(in_float32(x) for x in weights))
-    # (E Wq' + bq) (E Wk')' = (E M + u) E' with M = Wq' Wk and u = bq Wk: one projection instead of two
-    mix = w.w_query.mT @ w.w_key
-    shift = (w.b_query[:, None] @ w.w_key)[:, 0]
-    fused = (w.w_loc, w.b_loc, w.w_glo, w.b_glo, mix, shift, w.w_graph, w.b_graph, w.w_score, w.b_score)
-    floating = (regions, words, image_globals, caption_globals, *fused)
+    floating = (regions, words, image_globals, caption_globals, *fuse(weights))
     if regions.dtype in HALF and backend.choose("sgr", regions.device.type, backend.current_choice()) == "triton":
         floating = tuple(x.to(regions.dtype) for x in floating)
     else:
         floating = tuple(in_float32(x) for x in floating)
     scores = OP(*floating[:2], offsets, *floating[2:], pairs)
     return scores if pairs is not None else scores.view(len(regions), len(offsets) - 1)
+
+
+def fuse(weights: SgrWeights) -> tuple[Tensor, ...]:
+    """The weights that the op takes: (E Wq' + bq) (E Wk')' = (E M + u) E' with M = Wq' Wk and u = bq Wk."""
+    w = SgrWeights(*(in_float32(x) for x in weights))
+    mix = w.w_query.mT @ w.w_key
+    shift = (w.b_query[:, None] @ w.w_key)[:, 0]
+    return w.w_loc, w.b_loc, w.w_glo, w.b_glo, mix, shift, w.w_graph, w.b_graph, w.w_score, w.b_score
 
 
 def l2(x: Tensor, dim: int = -1) -> Tensor:
