@@ -12,7 +12,7 @@ from conftest import ROOT
 from pcsr_fast.data import noise
 
 
-@pytest.mark.parametrize("module", ["ops.tally", "ops.triplet", "ops.gce", "data.tokens"])
+@pytest.mark.parametrize("module", ["ops.tally", "ops.triplet", "ops.gce", "data.tokens", "data.sample"])
 def test_docstrings(module):
     found = doctest.testmod(importlib.import_module(f"pcsr_fast.{module}"))
     assert found.attempted > 0
@@ -29,7 +29,7 @@ def test_readme_code(tmp_path, monkeypatch):
         (home / f"{split}_caps.txt").write_text("A dog .\n" * 1000)
     noise.save("noise_index/f30k_precomp_0.4", noise.draw(200, 1000, 0.4, seed=0))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for code in blocks:
         exec(compile(code, "README.md", "exec"), {})
 

@@ -22,9 +22,8 @@ GOOD = {
 CASES = [("tf32", gpu_static.SHAPE), *((t, gpu_static.SHAPE) for t in gpu_static.TYPES if t != "tf32"), ("tf32", "odd")]
 
 
-@pytest.mark.parametrize(
-    ("types", "shape"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("types", "shape"), CASES)
 def test_kernels_compile(types, shape):
     # without a device to run on, and without the interpreter that the other tests use
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
