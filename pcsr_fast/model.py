@@ -28,9 +28,10 @@ class Captions(NamedTuple):
 
 
 def l2(x: Tensor) -> Tensor:
-    """x / (|x| + 1e-8) over the last dimension, in float32; vector_norm has gradient 0 at 0."""
+    """x / (|x| + 1e-8) over the last dimension, in float32; 0 with gradient 0, not 1e8, where x is 0."""
     x = x.float()
-    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-8)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.where(norm > 0, 1 / (norm + 1e-8), 0)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
