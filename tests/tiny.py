@@ -9,6 +9,7 @@ from pcsr_fast.config import Config
 from pcsr_fast.data import noise
 from pcsr_fast.data.loader import batches
 from pcsr_fast.data.sample import sample_split, sample_vocabulary
+from pcsr_fast.evaluate import encode
 from pcsr_fast.model import Network
 
 WORDS = len(sample_vocabulary())
@@ -37,6 +38,14 @@ def network(seed=0, regions=9, width=70, words=WORDS, **changes) -> Network:
             torch.nn.init.normal_(tensor, std=0.3)
         elif name.endswith("running_var"):
             torch.nn.init.uniform_(tensor, 0.5, 2)
+    with torch.no_grad():
+        made.similarity.b_graph.abs_()
+        if width == 70:
+            # scores of the sample set that differ: logits with mean 0 and deviation 2
+            logits = made.similarity(*encode(made, split())).logit()
+            scale = 2 / logits.std()
+            made.similarity.w_score.mul_(scale)
+            made.similarity.b_score.sub_(logits.mean()).mul_(scale)
     return made.eval()
 
 
