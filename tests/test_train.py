@@ -156,8 +156,8 @@ def test_resume(whole, tmp_path):
     places = {(s["epoch"], s["network"], s["phase"]): at for at, s in enumerate(whole.saved)}
     assert len(places) == 3 * 3 + 3
     check_resume(whole, tmp_path, 7, 1000)
-    for at in places.values():
-        check_resume(whole, tmp_path, at - 1, 3)
+    for at in [*places.values()][1::2]:
+        check_resume(whole, tmp_path, at - 1, 2)
 
 
 @pytest.mark.slow
@@ -457,15 +457,10 @@ def test_a_network_trains_on_the_division_of_the_other():
         (dict(noisy_treatment="ambiguous"), {"clean_loss", "ambiguous_loss"}),
         (dict(method="clean"), {"clean_loss"}),
         (dict(method="sgr"), {"plain_loss"}),
-        (dict(clean_margin="posterior"), None),
-        (dict(clean_margin="agreement"), None),
-        (dict(mask_duplicates=False), None),
-        (dict(rematch_scope="bank", bank_size=24), None),
-        (dict(negatives_ramp=True), None),
+        (dict(clean_margin="posterior", threshold="quantile", pcs="counts"), None),
+        (dict(clean_margin="agreement", mask_duplicates=False, evaluation_negatives=3), None),
+        (dict(rematch_scope="bank", bank_size=24, negatives_ramp=True), None),
         (dict(classifier_input="pooled"), None),
-        (dict(threshold="quantile"), None),
-        (dict(pcs="counts"), None),
-        (dict(evaluation_negatives=3), None),
     ],
     ids=str,
 )
