@@ -1,7 +1,7 @@
 """Checkpoints: written under a temporary name, synced and renamed; a crash leaves the old one or the new one."""
 
 import os
-import pickle
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -25,18 +25,31 @@ def save(state: dict, path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as error:
-        # torch reports a full disk as a RuntimeError
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # torch reports a full disk as a RuntimeError
+        if not isinstance(error, OSError | RuntimeError):
+            raise
         kept = "the checkpoint before is intact" if path.exists() else "there is no earlier checkpoint"
         raise OSError(f"{path}: cannot write the checkpoint ({error}); {kept}; free space and resume") from error
 
 
+def sweep(folder: Path) -> None:
+    """Removes what a run that was killed while it saved has left behind."""
+    for temporary in folder.glob(".*.pt.*"):
+        temporary.unlink(missing_ok=True)
+
+
 def load(path: Path) -> dict:
     try:
+        # torch does not look at the checksums of its own archive
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} is damaged")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: cannot read the checkpoint: {error}") from error
+    # a damaged file raises anything from EOFError to KeyError
+    except Exception as error:
+        raise ValueError(f"{path}: cannot read the checkpoint, copy it again or start anew: {error}") from error
 
 
 def fingerprint(split: Split) -> dict[str, int | str]:

@@ -98,6 +98,8 @@ class Config:
         for name in ("evaluation_negatives", "warmup_steps", "workers", "seed", "checkpoint_minutes"):
             self._require(getattr(self, name) >= 0, name, "at least 0")
         self._require(self.evaluation_negatives < self.batch_size, "evaluation_negatives", "below batch_size")
+        enough = self.rematch_scope == "batch" or self.bank_size >= self.batch_size
+        self._require(enough, "bank_size", "at least batch_size")
 
     def _require(self, condition: bool, name: str, rule: str) -> None:
         if not condition:
@@ -115,6 +117,8 @@ def load(path: Path | str, **changes) -> Config:
         found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected names and values, got {found!r}")
     try:
         return from_dict(found | changes)
     except ValueError as error:
@@ -142,7 +146,7 @@ def _checked(field: dataclasses.Field, value):
             raise ValueError(f"{field.name} must be one of {', '.join(get_args(kind))}, got {value!r}")
         return value
     if get_origin(kind) is tuple:
-        if isinstance(value, str) or not all(isinstance(x, str) for x in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
             raise ValueError(f"{field.name} must be a list of names, got {value!r}")
         return tuple(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -1,5 +1,6 @@
 """Which pairs are clean, refinable or ambiguous: evaluation pass, mixture of losses, consistency of pseudo-labels."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,15 +46,19 @@ class Division:
 def evaluate_pairs(
     network: Network, split: Split, batches: Iterable[Batch], state: TallyState, config: Config
 ) -> Evaluation:
-    """One pass in eval mode: the loss of every pair, and one count in the tally for every image."""
+    """One pass in eval mode: the loss of every pair, and one count in the tally for every image.
+
+    Pairs of images whose features are not finite get the largest loss: they are noisy, and no reason to stop.
+    """
     network.eval()
     losses = np.full(len(split), np.nan, np.float32)
     image_labels = np.full(split.images, -1, np.int32)
     caption_labels = np.zeros(len(split), np.int32)
     likeness = np.zeros(len(split), np.float32)
-    sharp, near = [], []
+    sharp, near, broken = [], [], []
     for batch in batches:
-        images = network.encode_images(batch.features)
+        unusable = ~batch.features.isfinite().flatten(1).all(1)
+        images = network.encode_images(batch.features.masked_fill(unusable[:, None, None], 0))
         captions = network.encode_captions(batch.tokens, batch.offsets)
         pair_losses = _pair_losses(network, images, captions, batch, config)
         p, q = network.image_logits(images), network.caption_logits(captions)
@@ -61,6 +66,7 @@ def evaluate_pairs(
         losses[pairs] = pair_losses.float().cpu().numpy()
         likeness[pairs] = label_similarity(p, q).cpu().numpy()
         caption_labels[pairs] = q.argmax(1).cpu().numpy()
+        broken.append(pairs[unusable.cpu().numpy()])
         # an image counts once, with the first of its pairs
         ids, first = np.unique(batch.images.cpu().numpy(), return_index=True)
         new = image_labels[ids] < 0
@@ -69,6 +75,12 @@ def evaluate_pairs(
         image_labels[ids[new]] = labels.cpu().numpy()
         sharp.append(p.softmax(1).amax(1).mean())
         near.append(label_similarity(p, p.roll(1, 0)).mean())
+    if len(bad := np.concatenate(broken)):
+        names = ", ".join(map(str, np.unique(split.image_of[bad])[:5]))
+        warnings.warn(
+            f"{split.name}: features are not finite, of images {names}; pairs are noisy: {len(bad)}", stacklevel=2
+        )
+        losses[bad] = np.delete(losses, bad).max(initial=0)
     # the last batch may be small and count too much; these are figures to look at
     figures = torch.stack([torch.stack(sharp).mean(), torch.stack(near).mean()]).tolist()
     return Evaluation(losses, image_labels, caption_labels, likeness, *figures)

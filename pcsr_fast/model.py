@@ -28,9 +28,10 @@ class Captions(NamedTuple):
 
 
 def l2(x: Tensor) -> Tensor:
-    """x / (|x| + 1e-8) over the last dimension, in float32; vector_norm has gradient 0 at 0."""
+    """x / (|x| + 1e-8) over the last dimension, in float32; 0 with gradient 0, not 1e8, where x is 0."""
     x = x.float()
-    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-8)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.where(norm > 0, 1 / (norm + 1e-8), 0)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -164,17 +165,23 @@ def convert(state_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     if len(state_dicts) != 3:
         raise ValueError(f"expected the state dicts of img_enc, txt_enc and sim_enc, got {len(state_dicts)}")
     # saved from DataParallel they carry a prefix
-    image, text, sim = ({k.removeprefix("module."): v for k, v in d.items()} for d in state_dicts)
-    used = set()
+    parts = {
+        part: {k.removeprefix("module."): v for k, v in state_dict.items()}
+        for part, state_dict in zip(("img_enc", "txt_enc", "sim_enc"), state_dicts, strict=True)
+    }
+    sim, used = parts["sim_enc"], set()
 
-    def take(name: str) -> Tensor:
-        used.add(name)
-        if name not in sim:
-            raise ValueError(f"sim_enc has no {name!r}; it has {', '.join(sorted(sim))}")
-        return sim[name]
+    def take(name: str, part: str = "sim_enc") -> Tensor:
+        used.add((part, name))
+        if name not in parts[part]:
+            raise ValueError(f"{part} has no {name!r}; it has {', '.join(sorted(parts[part]))}")
+        return parts[part][name]
 
-    found = {"image.weight": image["fc.weight"], "image.bias": image["fc.bias"], "words.weight": text["embed.weight"]}
-    found |= {k.replace("cap_rnn.", "gru."): v for k, v in text.items() if k.startswith("cap_rnn.")}
+    found = {f"image.{kind}": take(f"fc.{kind}", "img_enc") for kind in ("weight", "bias")}
+    found["words.weight"] = take("embed.weight", "txt_enc")
+    for direction in ("", "_reverse"):
+        for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            found[f"gru.{kind}_l0{direction}"] = take(f"cap_rnn.{kind}_l0{direction}", "txt_enc")
     for ours, theirs, norms in (("image_pool", "v_global_w", True), ("caption_pool", "t_global_w", False)):
         for layer, name in (
             ("local", "embedding_local"),
@@ -186,7 +193,7 @@ def convert(state_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
                 if norms and layer != "weight":
                     found[f"{ours}.{layer}_norm.{kind}"] = take(f"{theirs}.{name}.1.{kind}")
-    steps = len([name for name in sim if name.endswith("graph_query_w.weight")])
+    steps = max(1, len([name for name in sim if name.endswith("graph_query_w.weight")]))
     for ours, theirs in (("loc", "sim_tranloc_w"), ("glo", "sim_tranglo_w")):
         found[f"similarity.w_{ours}"] = take(f"{theirs}.weight")
         found[f"similarity.b_{ours}"] = take(f"{theirs}.bias")
@@ -197,6 +204,6 @@ def convert(state_dicts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
                 found[f"similarity.{short}_{ours}"] = stacked
     found["similarity.w_score"] = take("sim_eval_w.weight")[0]
     found["similarity.b_score"] = take("sim_eval_w.bias")
-    if unknown := sorted(set(sim) - used):
-        raise ValueError(f"sim_enc has {unknown[0]!r}, which SGR does not; is this another model?")
+    if unknown := sorted({(part, name) for part, names in parts.items() for name in names} - used):
+        raise ValueError(f"{unknown[0][0]} has {unknown[0][1]!r}, which SGR does not; is this another model?")
     return found

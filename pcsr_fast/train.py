@@ -108,6 +108,7 @@ def train(
         (run / "config.json").write_text(config.dump())
         np.save(run / "noise.npy", train_split.image_of)
     write_records(run / "log.jsonl", records)
+    checkpoint.sweep(run)
 
     saved_at = time.monotonic()
 
@@ -134,6 +135,7 @@ def train(
                     save(force=interrupted())
                     if interrupted():
                         raise KeyboardInterrupt(f"stopped; everything is saved in {last}")
+                check_steps(state, config, last, now=True)
                 state.network, state.step, state.bank = state.network + 1, 0, None
                 if state.network == len(state.networks):
                     state.network, state.phase = 0, "validate"
@@ -229,7 +231,7 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device, 
         state.figures[k] = health(found, state.divisions[k], split, config) | {
             "mixture_low": float(components[0, 1]),
             "mixture_high": float(components[1, 1]),
-            "tau": state.divisions[k].tau if state.divisions[k].tau is not None else float("nan"),
+            "tau": state.divisions[k].tau,
             "utilisation": state.divisions[k].utilisation,
             "target": target_utilisation(epoch, config),
             "pcs_mean": float(pcs.mean()),
@@ -272,7 +274,8 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
             run_step(state, "clean", config, clean_loss, network, batch, division, state.bank, epoch, config)
             for subset, source in others.items():
                 other = next(source)
-                if len(other) < 2:
+                # a clean step that was not finite leaves nothing to match with
+                if len(other) < 2 or (subset == REFINABLE and not state.bank.filled):
                     continue
                 if subset == REFINABLE:
                     run_step(
@@ -359,6 +362,7 @@ def plain_loss(network: Network, batch: Batch, mode: str, epoch: int, config: Co
 def clean_loss(
     network: Network, batch: Batch, division: Division, bank: "Bank", epoch: int, config: Config
 ) -> dict[str, Tensor]:
+    bank.forget(config)
     images, captions = encode_batch(network, batch)
     classified = config.method == "pcsr"
     p, q = (network.image_logits(images), network.caption_logits(captions)) if classified else (None, None)
@@ -375,7 +379,7 @@ def clean_loss(
         found = agreement(p, q, 0.0)
         parts |= {"ce": found.image_loss.mean(), "entropy": entropy(found.image_mean)}
         loss = loss + config.lambda_ce * parts["ce"] - config.lambda_entropy * parts["entropy"]
-        bank.put(p, batch.pairs, config)
+        bank.put(p, batch.pairs)
     return {"loss": loss} | parts
 
 
@@ -416,27 +420,34 @@ class Bank:
     predictions: Tensor  # [M, K], unit vectors
     pairs: Tensor  # [M], whose captions they are; -1 where there is none yet
     place: int = 0
+    filled: int = 0
 
     @classmethod
     def empty(cls, config: Config, device) -> "Bank":
         size = config.batch_size if config.rematch_scope == "batch" else config.bank_size
         return cls(torch.zeros(size, config.classes, device=device), torch.full((size,), -1, device=device))
 
-    @torch.no_grad()
-    def put(self, logits: Tensor, pairs: Tensor, config: Config) -> None:
+    def forget(self, config: Config) -> None:
+        """Before a clean step: a bank of one step drops those of the step before."""
         if config.rematch_scope == "batch":
-            self.place = 0
+            self.place = self.filled = 0
             self.pairs.fill_(-1)
+
+    @torch.no_grad()
+    def put(self, logits: Tensor, pairs: Tensor) -> None:
         at = (torch.arange(len(pairs), device=pairs.device) + self.place) % len(self.pairs)
         self.predictions[at] = torch.nn.functional.normalize(logits.detach().float().softmax(1), dim=1)
         self.pairs[at] = pairs
         self.place = (self.place + len(pairs)) % len(self.pairs)
+        self.filled = min(self.filled + len(pairs), len(self.pairs))
 
     @torch.no_grad()
     def match(self, logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, K] -> [B], [B]
         """The most similar prediction's pair, and the similarity S_p."""
         own = torch.nn.functional.normalize(logits.detach().float().softmax(1), dim=1)
-        similar = (own @ self.predictions.T).masked_fill(self.pairs < 0, -torch.inf)
+        similar = own @ self.predictions.T
+        # on CUDA a step that was not finite has put NaN here
+        similar = similar.masked_fill((self.pairs < 0) | similar.isnan(), -torch.inf)
         likeness, at = similar.max(1)
         return self.pairs[at], likeness.clamp(0, 1)
 
@@ -480,7 +491,7 @@ def pack(state: State, config: Config, identity: dict, records: list[dict]) -> d
                                 "tau": d.tau, "utilisation": d.utilisation}
         for d in state.divisions
     ]  # fmt: skip
-    bank = state.bank and {"predictions": state.bank.predictions, "pairs": state.bank.pairs, "place": state.bank.place}
+    bank = state.bank and dict(vars(state.bank))
     plain = ("epoch", "phase", "network", "step", "observations", "sums", "figures", "best", "best_epoch", "bad_streak")
     return weights(state, config, identity, {}) | {
         "optimizers": [o.state_dict() for o in state.optimizers],
@@ -498,6 +509,8 @@ FREE = {"device", "workers", "log_every", "checkpoint_minutes", "evaluation_batc
 
 def restore(state: State, saved: dict, config: Config, identity: dict, path: Path) -> list[dict]:
     """Fills the state, and returns the records of earlier epochs."""
+    if "optimizers" not in saved:
+        raise ValueError(f"{path} holds weights alone: they can be evaluated, but training cannot go on from them")
     now = dataclasses.asdict(config)
     changed = differences(*({k: _plain(v) for k, v in c.items() if k not in FREE} for c in (saved["config"], now)))
     for name in ("train", "dev"):
@@ -520,7 +533,7 @@ def restore(state: State, saved: dict, config: Config, identity: dict, path: Pat
     ]
     if saved["bank"]:
         found = saved["bank"]
-        state.bank = Bank(found["predictions"].to(device), found["pairs"].to(device), found["place"])
+        state.bank = Bank(found["predictions"].to(device), found["pairs"].to(device), found["place"], found["filled"])
     for name in ("epoch", "phase", "network", "step", "observations", "figures", "best", "best_epoch"):
         setattr(state, name, saved[name])
     state.sums = {group: {k: v.to(device) for k, v in parts.items()} for group, parts in saved["sums"].items()}
@@ -535,9 +548,9 @@ def _plain(value):
 # what is reported
 
 
-def check_steps(state: State, config: Config, last: Path) -> None:
-    """Every log_every steps: one look at the device."""
-    if state.step % config.log_every or state.bad_streak is None:
+def check_steps(state: State, config: Config, last: Path, now: bool = False) -> None:
+    """Every log_every steps, and now: one look at the device."""
+    if (state.step % config.log_every and not now) or state.bad_streak is None:
         return
     if (streak := int(state.bad_streak)) >= config.stop_after_bad_steps:
         saved = f"the last good state is in {last}" if last.exists() else "nothing was saved before"

@@ -1,0 +1,296 @@
+"""Division: each formula by hand, the pass over all pairs, and a controller that holds its target."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from pcsr_fast.data.loader import batches
+from pcsr_fast.division import (
+    AMBIGUOUS,
+    CLEAN,
+    REFINABLE,
+    Division,
+    Evaluation,
+    divide,
+    evaluate_pairs,
+    first_tau,
+    health,
+    is_clean,
+    mixture,
+    next_tau,
+    pair_pcs,
+    target_utilisation,
+)
+from pcsr_fast.ops import TallyState, label_similarity, tally
+
+
+def test_mixture_of_two_clusters():
+    rng = np.random.default_rng(0)
+    losses = np.concatenate([rng.normal(0.1, 0.01, 300), rng.normal(0.5, 0.03, 100)]).astype(np.float32)
+    posterior, components = mixture(losses)
+    assert posterior.dtype == np.float32
+    assert (posterior[:300] > 0.99).all()
+    assert (posterior[300:] < 0.01).all()
+    scaled = (losses - losses.min()) / (losses.max() - losses.min())
+    np.testing.assert_allclose(components[:, 0], [0.75, 0.25], atol=1e-3)
+    np.testing.assert_allclose(components[:, 1], [scaled[:300].mean(), scaled[300:].mean()], atol=1e-3)
+    # 5e-4 is added to the variances
+    np.testing.assert_allclose(components[0, 2], np.sqrt(scaled[:300].var() + 5e-4), rtol=1e-2)
+    # neither the scale nor the order of the losses matters
+    np.testing.assert_allclose(mixture(7 * losses + 3)[0], posterior, atol=1e-3)
+    np.testing.assert_allclose(mixture(losses[::-1])[0], posterior[::-1], atol=1e-3)
+    # posterior of the components, between the clusters too
+    middle = np.append(losses, np.float32(0.2))
+    posterior, c = mixture(middle)
+    at = (0.2 - middle.min()) / (middle.max() - middle.min())
+    density = c[:, 0] / c[:, 2] * np.exp(-(((at - c[:, 1]) / c[:, 2]) ** 2) / 2)
+    assert posterior[-1] == pytest.approx(density[0] / density.sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.4, 1e-9])
+def test_equal_losses(value):
+    with pytest.raises(ValueError, match=r"all 50 pairs have the same loss .*collapsed.*warmup_steps"):
+        mixture(np.full(50, value, np.float32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_losses_that_are_not_finite(value):
+    losses = np.linspace(0, 1, 50, dtype=np.float32)
+    losses[[7, 9]] = value
+    with pytest.raises(ValueError, match=r"the loss of pair 7 is .*, and 2 are not finite: training diverged"):
+        mixture(losses)
+
+
+def test_is_clean():
+    assert is_clean(np.array([0.2, 0.5, 0.51, 0.9])).tolist() == [False, False, True, True]
+    # all clean: the 1 % with the smallest posterior become noisy
+    posterior = np.linspace(0.6, 1, 300)[np.random.default_rng(0).permutation(300)]
+    assert sorted(posterior[~is_clean(posterior)]) == sorted(posterior)[:3]
+    # fewer than two clean: the 1 % with the largest stay clean, and never fewer than two
+    posterior = posterior - 0.6
+    assert sorted(posterior[is_clean(posterior)]) == sorted(posterior)[-3:]
+    posterior[5] = 0.6
+    assert is_clean(posterior).sum() == 3
+    assert is_clean(np.array([0.1, 0.3, 0.2])).tolist() == [False, True, True]
+    assert is_clean(np.array([0.9, 0.8, 0.7])).tolist() == [True, True, False]
+    # two are enough
+    assert is_clean(np.array([0.6, 0.8, *[0.1] * 300])).sum() == 2
+
+
+def test_target_utilisation():
+    c = tiny.config(target_start=0.4, target_end=0.9, target_epochs=50)
+    assert [target_utilisation(t, c) for t in (0, 1, 25, 50, 70)] == pytest.approx([0.4, 0.41, 0.65, 0.9, 0.9])
+
+
+def test_first_tau():
+    pcs = np.array([5.0, 1, 3, 2, 4, 9, 8, 7, 6, 0], np.float32)
+    for target, tau in ((0.4, 6.0), (0.1, 9.0), (1.0, 0.0), (0.0, 9.0)):
+        assert first_tau(pcs, target) == tau
+        assert (pcs >= tau).mean() == max(target, 0.1)
+    assert first_tau(pcs[:0], 0.4) == 0
+
+
+def test_next_tau():
+    c = tiny.config(controller_gain=0.2, controller_rate=0.7)
+    # too few refinable pairs: tau falls to 0.3 * 0.5 + 0.7 * (0.5 - 0.2 * (0.6 - 0.4))
+    assert next_tau(0.5, 0.4, 0.6, c) == pytest.approx(0.472)
+    assert next_tau(0.5, 0.8, 0.6, c) == pytest.approx(0.528)
+    assert next_tau(0.5, 0.6, 0.6, c) == pytest.approx(0.5)
+
+
+POSTERIOR = np.array([0.9, 0.8, 0.1, 0.2, 0.3, 0.1, 0.4], np.float32)
+PCS = np.array([0.0, 1.0, 0.9, 0.7, 0.5, 0.3, 0.1], np.float32)
+STAGES = dict(refinable_from=26, target_start=0.4, target_end=0.9, target_epochs=50)
+
+
+def test_before_the_refinable_stage_the_controller_idles():
+    for tau in (None, 0.2):
+        found = divide(POSTERIOR, PCS, tau, 25, tiny.config(**STAGES))
+        assert found.tau is None
+        assert found.pairs(CLEAN).tolist() == [0, 1]
+        assert len(found.pairs(REFINABLE)) + len(found.pairs(AMBIGUOUS)) == 5
+
+
+def test_first_use_of_tau():
+    found = divide(POSTERIOR, PCS, None, 26, tiny.config(**STAGES))
+    # the target is 0.66 of 5 noisy pairs, 3
+    assert found.tau == pytest.approx(0.5)
+    assert found.utilisation == pytest.approx(0.6)
+    assert found.subset.tolist() == [CLEAN, CLEAN, REFINABLE, REFINABLE, REFINABLE, AMBIGUOUS, AMBIGUOUS]
+    assert found.subset.dtype == np.uint8
+
+
+def test_tau_moves_before_it_divides():
+    # with the tau before, 1 of 5 is refinable; 0.71 - 0.7 * 0.2 * (0.67 - 0.2) = 0.6442 takes a second
+    found = divide(POSTERIOR, PCS, 0.71, 27, tiny.config(**STAGES))
+    assert found.utilisation == pytest.approx(0.2)
+    assert found.tau == pytest.approx(0.6442)
+    assert found.pairs(REFINABLE).tolist() == [2, 3]
+    quantile = divide(POSTERIOR, PCS, 0.71, 27, tiny.config(**STAGES, threshold="quantile"))
+    assert quantile.tau == pytest.approx(0.5)
+    assert quantile.pairs(REFINABLE).tolist() == [2, 3, 4]
+    assert quantile.utilisation == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("treatment", "subset"), [("refinable", REFINABLE), ("ambiguous", AMBIGUOUS)])
+def test_one_treatment_for_all(treatment, subset):
+    for epoch in (1, 26, 50):
+        found = divide(POSTERIOR, PCS, None, epoch, tiny.config(**STAGES, noisy_treatment=treatment))
+        assert found.subset.tolist() == [CLEAN, CLEAN, *[subset] * 5]
+
+
+def test_pcs_of_pairs():
+    split = replace(tiny.split(images=3), image_of=np.repeat([2, 0, 1], 5))
+    state = TallyState.zeros(3, 8)
+    for labels in ([1, 2, 3], [1, 2, 4], [1, 5, 5], [1, 2, 5]):
+        tally(torch.tensor(labels), torch.arange(3), state)
+    counts = pair_pcs(state, split, 4, tiny.config(pcs="counts"))
+    assert counts[::5].tolist() == [1, 4, 2]  # of images 2, 0 and 1: 2-1, 4-0, 3-1
+    assert pair_pcs(state, split, 4, tiny.config(pcs="share"))[::5].tolist() == [0.25, 1, 0.5]
+
+
+@pytest.mark.parametrize("pcs", ["share", "counts"])
+def test_the_controller_tracks_its_target(pcs):
+    """PCS of 4,000 images over 50 epochs whose labels become steadier and then less so."""
+    rng = np.random.default_rng(0)
+    c = tiny.config(
+        epochs=50, pcs=pcs, controller_gain=0.2 if pcs == "share" else 5.0, **(STAGES | {"refinable_from": 10})
+    )
+    images, classes = 4000, 8
+    state = TallyState.zeros(images, classes)
+    steady = rng.beta(2, 2, images)
+    posterior = np.repeat(np.float32([0.9, 0.1]), images // 2)
+    split = replace(tiny.split(), image_of=np.arange(images), true_image=np.arange(images),
+                    offsets=np.arange(images + 1), tokens=np.zeros(images, np.int32), texts=None,
+                    features=np.zeros((images, 1, 1), np.float32))  # fmt: skip
+    tau, far = None, []
+    for epoch in range(1, 51):
+        drift = 0.2 * np.sin(epoch / 8)
+        labels = np.where(rng.random(images) < np.clip(steady + drift, 0, 1), 0, rng.integers(0, classes, images))
+        tally(torch.from_numpy(labels), torch.arange(images), state)
+        found = divide(posterior, pair_pcs(state, split, epoch, c), tau, epoch, c)
+        assert (found.tau is None) == (epoch < 10)
+        tau = found.tau
+        if epoch >= 10:
+            share = len(found.pairs(REFINABLE)) / (images // 2)
+            far.append(abs(share - target_utilisation(epoch, c)))
+    assert np.mean(far) < 0.1
+    assert max(far) < 0.25
+
+
+def run_pass(split, size=8, net=None, state=None, **changes):
+    c = tiny.config(batch_size=size, **changes)
+    net = tiny.network(**changes) if net is None else net
+    state = TallyState.zeros(split.images, c.classes) if state is None else state
+    return evaluate_pairs(net, split, batches(split, size, 3, 1, workers=0), state, c), state, net
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [True, False])
+def test_losses_of_pairs(mask):
+    split = tiny.split(ratio=0.4)
+    found, _, net = run_pass(split, mask_duplicates=mask)
+    seen = 0
+    for b in batches(split, 8, 3, 1, workers=0):
+        images, captions = net.encode_images(b.features), net.encode_captions(b.tokens, b.offsets)
+        s, n = net.similarity(images, captions).numpy(), len(b)
+        p, q = net.image_logits(images), net.caption_logits(captions)
+        for i, pair in enumerate(b.pairs.tolist()):
+            others = [j for j in range(n) if j != i and not (mask and b.images[i] == b.images[j])]
+            rows = sum(max(0, 0.2 + s[i, j] - s[i, i]) for j in others) / n
+            columns = sum(max(0, 0.2 + s[j, i] - s[i, i]) for j in others) / n
+            assert found.losses[pair] == pytest.approx(rows + columns, abs=1e-5)
+            assert found.caption_labels[pair] == int(q[i].argmax())
+            assert found.image_labels[split.image_of[pair]] == int(p[i].argmax())
+            assert found.likeness[pair] == pytest.approx(float(label_similarity(p, q)[i]), abs=1e-5)
+            seen += 1
+    assert seen == 60
+
+
+@pytest.mark.parametrize("size", [2, 7, 59, 60, 128])
+def test_every_image_counts_once(size):
+    split = tiny.split(ratio=0.4)
+    net = tiny.network()
+    state = TallyState.zeros(split.images, 8)
+    for turn in (1, 2, 3):
+        found, _, _ = run_pass(split, size, net, state)
+        counts = state.counts.numpy().astype(int)
+        assert (counts.sum(1) == turn).all()
+        assert (counts[np.arange(12), found.image_labels] == turn).all()
+    assert not net.training
+
+
+def test_an_image_without_pairs():
+    split = tiny.split()
+    split = split.with_noise(np.where(split.image_of == 4, 5, split.image_of))
+    found, state, _ = run_pass(split)
+    assert found.image_labels[4] == -1
+    assert int(state.counts[4].sum()) == 0
+    assert (np.delete(found.image_labels, 4) >= 0).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [True, False])
+def test_fewer_negatives(mask):
+    split, net = tiny.split(images=24, ratio=0.4), tiny.network()
+    whole, _, _ = run_pass(split, 40, net, mask_duplicates=mask)
+    all_but_one, _, _ = run_pass(split, 40, net, mask_duplicates=mask, evaluation_negatives=39)
+    np.testing.assert_allclose(all_but_one.losses, whole.losses, atol=1e-6)
+    few, _, _ = run_pass(split, 40, net, mask_duplicates=mask, evaluation_negatives=12)
+    b = next(batches(split, 40, 3, 1, workers=0))
+    s = net.similarity(net.encode_images(b.features), net.encode_captions(b.tokens, b.offsets)).numpy()
+    for i, pair in enumerate(b.pairs.tolist()):
+        # twelve captions for the image, and for the caption the twelve images to which it is one of them
+        rows = [(i, j % 40) for j in range(i + 1, i + 13)]
+        columns = [(j % 40, i) for j in range(i - 12, i)]
+        cells = [(r, c) for r, c in rows + columns if not (mask and b.images[r] == b.images[c])]
+        expected = sum(max(0, 0.2 + s[cell] - s[i, i]) for cell in cells) / 12 * 39 / 40
+        assert few.losses[pair] == pytest.approx(expected, abs=1e-5)
+    assert whole.losses.std() > 0.01
+    assert np.corrcoef(few.losses, whole.losses)[0, 1] > 0.9
+    assert few.losses.mean() == pytest.approx(whole.losses.mean(), rel=0.1)
+
+
+def test_features_that_are_not_finite():
+    split = tiny.split()
+    split.features[3, 2, 1] = np.nan
+    split.features[7] = np.inf
+    with pytest.warns(UserWarning, match=r"sample/train: features are not finite, of images 3, 7"):
+        found, _, _ = run_pass(split)
+    bad = np.isin(split.image_of, (3, 7))
+    assert np.isfinite(found.losses).all()
+    assert (found.losses[bad] == found.losses[~bad].max()).all()
+    assert np.isfinite([found.sharpness, found.random_likeness]).all()
+
+
+def test_health_by_hand():
+    split = replace(tiny.split(images=4), image_of=np.repeat([1, 0, 2, 3], 5))
+    labels = np.repeat(np.int32([0, 2, 2, 5]), 5)  # of the captions
+    found = Evaluation(np.linspace(0, 1, 20, dtype=np.float32), np.int32([2, 0, 2, -1]), labels, None, 0.5, 0.25)
+    # images 1, 0, 2, 3 have labels 0, 2, 2, -1: all but the last five pairs agree
+    subset = np.uint8([CLEAN] * 12 + [REFINABLE] * 5 + [AMBIGUOUS] * 3)
+    posterior = np.linspace(1, 0, 20, dtype=np.float32)
+    figures = health(found, Division(posterior, subset, 0.5, 0.4), split, tiny.config())
+    expected = {
+        "classes_in_use": 2, "largest_class": 2 / 3, "mean_max_probability": 0.5, "random_likeness": 0.25,
+        "agreement": 0.75, "loss_mean": 0.5, "agreement_clean": 1.0, "agreement_noisy": 3 / 8,
+        "clean_pairs": 12, "refinable_pairs": 5, "ambiguous_pairs": 3,
+        # the first ten are mismatched, so 2 of 12 are rightly clean, of 10; the order is upside down
+        "split_precision": 2 / 12, "split_recall": 2 / 10, "split_auc": 0.0,
+    }  # fmt: skip
+    assert figures == pytest.approx(expected)
+    without = health(found, Division(posterior, subset, 0.5, 0.4), tiny.split(images=4), tiny.config())
+    assert "split_auc" not in without
+
+
+def test_sharpness_and_likeness():
+    split = tiny.split()
+    found, _, net = run_pass(split, 60)
+    with torch.no_grad():
+        p = net.image_logits(net.encode_images(torch.from_numpy(split.features)))
+    # every image five times
+    assert found.sharpness == pytest.approx(float(p.softmax(1).amax(1).mean()), abs=1e-5)
+    assert 0 < found.random_likeness <= 1
