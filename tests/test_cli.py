@@ -1,5 +1,6 @@
 """The command: what it prints, and that a mistake is one line on stderr and 2."""
 
+import inspect
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from pcsr_fast import cli
+from pcsr_fast.data import store
 
 
 @pytest.fixture
@@ -38,6 +40,29 @@ def test_options_arrive(source, tmp_path, monkeypatch):
     assert given == dict(
         args=("in", "out", "dev"), dtype="float32", vocabulary="v.json", threshold=2, shard_bytes=3 << 20, skip_bad=True
     )
+
+
+def test_defaults_are_those_of_the_function(monkeypatch):
+    given, wanted = {}, inspect.signature(store.prepare).parameters
+    monkeypatch.setattr(store, "prepare", lambda *args, **options: given.update(options) or {})
+    assert cli.main(["prepare", "in", "out"]) == 0
+    assert given == {name: wanted[name].default for name in given}
+    assert len(given) == 5
+
+
+def test_skipped_samples_are_said(source, tmp_path, capsys):
+    (source / "x.tsv").write_text("1\ta dog\n2\t\n")
+    assert cli.main(["prepare", str(source), str(tmp_path / "out"), "--skip-bad"]) == 0
+    assert capsys.readouterr().out == "train: 1 images of 3 x 4 float16, 1 captions, 1 skipped (see manifest.json)\n"
+
+
+def test_interrupted(monkeypatch, capsys):
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "prepare", stop)
+    assert cli.main(["prepare", "in", "out"]) == 130
+    assert capsys.readouterr().err == "pcsr-fast prepare: stopped\n"
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

@@ -92,6 +92,11 @@ def test_dev_is_cut(make, asked, images, repeat):
     assert open_split(home, "test", VOCABULARY, dev_images=asked).images == 6
 
 
+def test_dev_is_cut_to_a_thousand(make):
+    home = make("dev", features(1001), range(1001))
+    assert open_split(home, "dev", VOCABULARY).images == 1000
+
+
 def test_tab_separated(make):
     home = make("train", features(3), b'9\tone\n8\t"two\n7\t"th""ree"\r\n', "caps.tsv")
     split = open_split(home, "train", VOCABULARY)
@@ -143,15 +148,19 @@ def test_one_caption_per_image_is_no_repetition(make):
     rows[2:6] = 7
     assert open_split(make("train", rows, range(10)), "train", VOCABULARY).images == 10
     assert open_split(make("train", features(1, 10), range(10)), "train", VOCABULARY).images == 10
-    assert open_split(make("train", features(7), range(7)), "train", VOCABULARY).images == 7
+    assert open_split(make("train", features(1, 7), range(7)), "train", VOCABULARY).images == 7
+    with pytest.raises(ValueError, match=r"train_ims\.npy has 7 rows, not a multiple of 5"):
+        open_split(make("train", features(1, 7), range(7)), "train", VOCABULARY, repeated=True)
+    # a single image repeated is one
+    assert open_split(make("train", features(1, 5), range(5)), "train", VOCABULARY).images == 1
 
 
 @pytest.mark.parametrize(
-    ("groups", "broken"), [(4, 2), (4, 0), (2000, 777)], ids=["some", "first", "outside the sample"]
+    ("groups", "broken", "at"), [(4, 2, -1), (4, 0, -1), (2000, 777, 0)], ids=["some", "first", "outside the sample"]
 )
-def test_repetition_must_be_consistent(make, groups, broken):
+def test_repetition_must_be_consistent(make, groups, broken, at):
     rows = features(groups, 5)
-    rows[5 * broken + 3] += 1
+    rows[5 * broken + 3, at, at] += 1
     home = make("test", rows, range(5 * groups))
     message = rf"test_ims\.npy: rows .* are one image, rows {5 * broken} to {5 * broken + 4} are not"
     with pytest.raises(ValueError, match=message):
@@ -282,6 +291,15 @@ def test_tokens_are_cached_by_content(make, tmp_path, monkeypatch):
     assert len(calls) == 2
     (home / "train_caps.txt").write_bytes(b"one one\n\nthree\n")
     assert again()[0] == [1, 5, 5, 2, 1, 2, 1, 7, 2]
+
+
+@pytest.mark.parametrize(("line", "other"), [(b"one\ttwo\n", "caps.tsv"), (b"1,2\n", "caps_bpe.txt")])
+def test_the_cache_knows_kinds_of_captions(make, tmp_path, line, other):
+    """The same bytes are other tokens in a file of another kind."""
+    text, second = make("train", features(1), line), make("train", features(1), line, other, "y_precomp")
+    for home in (text, second):
+        expected = open_split(home, "train", VOCABULARY).tokens.tolist()
+        assert open_split(home, "train", VOCABULARY, cache=tmp_path / "cache").tokens.tolist() == expected
 
 
 def test_real_folder():

@@ -73,6 +73,7 @@ def test_goes_on_where_it_stopped(endless, workers):
     split = make(images=6)
     options = dict(indices=np.arange(1, 14), endless=endless, workers=workers)
     whole = [*itertools.islice(batches(split, 4, 0, 0, **options), 11)]
+    assert [batch.position for batch in whole] == [*range(1, len(whole) + 1)]
     for stop in range(len(whole)):
         start = whole[stop].position
         rest = [*itertools.islice(batches(split, 4, 0, 0, start=start, **options), len(whole) - start)]

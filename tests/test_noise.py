@@ -1,11 +1,14 @@
 """Noise: both protocols, files of both lengths, and no silent redraw."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pcsr_fast.data import noise
+from pcsr_fast.data.files import write_whole
 from pcsr_fast.data.split import Split
 
 
@@ -148,3 +151,38 @@ def test_a_split_with_noise():
             split.with_noise(np.array(bad))
     with pytest.raises(ValueError, match="cut first"):
         noisy.head(2)
+    assert noisy.head(3) is noisy
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(texts=["a"]), r"6 captions in image_of, but \{'texts': 1\}"),
+        (dict(true_image=np.zeros(5, int)), r"\{'true_image': 5\}"),
+        (dict(offsets=np.arange(6) * 2), r"\{'offsets': 5\}"),
+        (dict(features=np.zeros((3, 1))), r"must be \[images, regions, width\], not \[3, 1\]"),
+        (dict(tokens=np.zeros(11, np.int32)), "offsets run from 0 to 12, but there are 11 tokens"),
+        (dict(offsets=np.arange(1, 8), tokens=np.zeros(7)), "offsets run from 1 to 7"),
+        (dict(true_image=np.full(6, -1)), r"true_image\[0\] is -1"),
+    ],
+)
+def test_parts_of_a_split_must_fit(change, message):
+    clean = np.repeat(np.arange(3), 2)
+    split = Split("x", np.zeros((3, 1, 1)), np.zeros(12, np.int32), np.arange(7) * 2, clean, clean)
+    with pytest.raises(ValueError, match=message):
+        replace(split, **change)
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path):
+    def fail(file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    (tmp_path / "a").write_bytes(b"before")
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(tmp_path / "a", fail)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"before")]
+    # as readable for others as any new file
+    (tmp_path / "plain").touch()
+    write_whole(tmp_path / "a", lambda file: file.write(b"after"))
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode

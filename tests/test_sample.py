@@ -1,6 +1,8 @@
 """The sample set: deterministic, scans of the splits apart, captions that are true and in the vocabulary."""
 
 import doctest
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -42,6 +44,14 @@ def test_scans_are_apart():
     assert all(len(digit) > 30 for digits in sample._scans().values() for digit in digits)
 
 
+HOLDS = {
+    "above": lambda a, b: a // 3 < b // 3,
+    "below": lambda a, b: a // 3 > b // 3,
+    "left of": lambda a, b: a % 3 < b % 3,
+    "right of": lambda a, b: a % 3 > b % 3,
+}
+
+
 def test_captions_are_true():
     for i in range(50):
         shown, pixels, captions = sample._scene("test", i, 0)
@@ -52,9 +62,16 @@ def test_captions_are_true():
         assert all(words[place] == digit for digit, place in said)
         said = [part.split(" ", 1) for part in places.removeprefix("the picture shows ").split(" , ")]
         assert all(words[place] == digit for digit, place in said)
-        counted = [part.split() for part in tally.removeprefix("there is ").split(" and ")]
-        assert sum(1 if count == "an" else sample.COUNTS.index(count) for count, _ in counted) == len(shown)
-        assert sample.COUNTS.index(number.split()[0]) == len(shown)
+        counted = [sample._counted(sample.DIGITS[digit], count) for digit, count in Counter(shown.values()).items()]
+        assert sorted(tally.removeprefix("there is ").split(" and ")) == sorted(counted)
+        count, place, digit = re.fullmatch(r"(\w+) digits : the (.+) digit is an? (\w+)", number).groups()
+        assert (sample.COUNTS.index(count), words[place]) == (len(shown), digit)
+        first, how, second = re.match(r"an? (\w+) (.+) an? (\w+) with", relation).groups()
+        assert any(
+            (words[sample.PLACES[a]], words[sample.PLACES[b]]) == (first, second) and HOLDS[how](a, b)
+            for a in shown
+            for b in shown
+        )
         assert sample.COUNTS.index(relation.split(" with ")[1].split()[0]) == len(shown)
 
 

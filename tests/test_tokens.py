@@ -39,6 +39,13 @@ def test_words_are_those_of_nltk(caption):
     assert words(caption) == oracle(caption)
 
 
+def test_every_pair_of_pieces():
+    """What chance would rarely put side by side: where a caption begins, inside a word, and behind the last."""
+    captions = [f"{a}{b} x{a}{b}y z{a}{b}" for a, b in itertools.product(PIECES, repeat=2)]
+    assert len(captions) > 9000
+    assert [(c, words(c)) for c in captions] == [(c, oracle(c)) for c in captions]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=20))
 def test_words_of_any_text(caption):
