@@ -48,7 +48,8 @@ def evaluate_pairs(
 ) -> Evaluation:
     """One pass in eval mode: the loss of every pair, and one count in the tally for every image.
 
-    Pairs of images whose features are not finite get the largest loss: they are noisy, and no reason to stop.
+    A pair that is alone in the last batch gets the median loss. Pairs of images whose features are not finite get the
+    largest loss: they are noisy, and no reason to stop.
     """
     network.eval()
     losses = np.full(len(split), np.nan, np.float32)
@@ -56,16 +57,22 @@ def evaluate_pairs(
     caption_labels = np.zeros(len(split), np.int32)
     likeness = np.zeros(len(split), np.float32)
     sharp, near, broken = [], [], []
+    alone = np.zeros(0, np.int64)
     for batch in batches:
         unusable = ~batch.features.isfinite().flatten(1).all(1)
         images = network.encode_images(batch.features.masked_fill(unusable[:, None, None], 0))
         captions = network.encode_captions(batch.tokens, batch.offsets)
         pair_losses = _pair_losses(network, images, captions, batch, config)
+        if 1 < (size := len(batch)) < config.batch_size:
+            # the mean over a batch counts the pair itself, which weighs more in a small last one
+            pair_losses = pair_losses * (size / (size - 1) * (config.batch_size - 1) / config.batch_size)
         p, q = network.image_logits(images), network.caption_logits(captions)
         pairs = batch.pairs.cpu().numpy()
         losses[pairs] = pair_losses.float().cpu().numpy()
         likeness[pairs] = label_similarity(p, q).cpu().numpy()
         caption_labels[pairs] = q.argmax(1).cpu().numpy()
+        if size == 1:
+            alone = pairs
         broken.append(pairs[unusable.cpu().numpy()])
         # an image counts once, with the first of its pairs
         ids, first = np.unique(batch.images.cpu().numpy(), return_index=True)
@@ -75,6 +82,8 @@ def evaluate_pairs(
         image_labels[ids[new]] = labels.cpu().numpy()
         sharp.append(p.softmax(1).amax(1).mean())
         near.append(label_similarity(p, p.roll(1, 0)).mean())
+    # without a negative, neither good nor bad
+    losses[alone] = np.median(np.delete(losses, alone)) if len(losses) > 1 else 0
     if len(bad := np.concatenate(broken)):
         names = ", ".join(map(str, np.unique(split.image_of[bad])[:5]))
         warnings.warn(

@@ -94,6 +94,8 @@ def train(
         ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     )
     last = run / "last.pt"
+    if resume not in ("auto", "must", "never"):
+        raise ValueError(f"resume must be auto, must or never, got {resume!r}")
     if last.exists() and resume == "never":
         raise FileExistsError(f"{last} exists: choose another folder, or resume the run in it")
     if resume == "must" and not last.exists():
@@ -120,6 +122,12 @@ def train(
 
     warmup = warmup_epochs(config, len(train_split))
     with interruptible() as interrupted:
+
+        def stop_if_asked() -> None:
+            if interrupted():
+                save(force=True)
+                raise KeyboardInterrupt(f"stopped; everything is saved in {last}")
+
         while state.epoch < warmup + config.epochs:
             started = time.monotonic()
             epoch = state.epoch + 1 - warmup  # from 1 after warm-up
@@ -129,12 +137,12 @@ def train(
             if epoch > 0 and config.method != "sgr" and state.phase == "divide":
                 divide_both(state, train_split, epoch, config, device, report)
             state.phase = "train" if state.phase == "divide" else state.phase
+            stop_if_asked()
             while state.phase == "train":
                 for _ in train_epoch(state, train_split, epoch, config, device):
                     check_steps(state, config, last)
-                    save(force=interrupted())
-                    if interrupted():
-                        raise KeyboardInterrupt(f"stopped; everything is saved in {last}")
+                    save()
+                    stop_if_asked()
                 check_steps(state, config, last, now=True)
                 state.network, state.step, state.bank = state.network + 1, 0, None
                 if state.network == len(state.networks):
@@ -162,10 +170,13 @@ def train(
             report(epoch_line(record, warmup + config.epochs, state))
             for warning in warnings_of(record, config):
                 report(f"warning: {warning}")
+            stop_if_asked()
     return next(r for r in records if r["epoch"] == state.best_epoch)
 
 
 def check_data(config: Config, train_split: Split, dev_split: Split, words: int) -> None:
+    if warmup_epochs(config, len(train_split)) + config.epochs == 0:
+        raise ValueError("warmup_epochs, warmup_steps and epochs are all 0: there is nothing to train")
     if len(train_split) < 2:
         raise ValueError(f"{train_split.name} has {len(train_split)} pairs, training needs at least 2")
     for name in ("regions", "width"):
