@@ -220,7 +220,7 @@ TASKS = {
             gate="odd_square",
         ),
         Task(
-            name="step, mean of negatives",
+            name="step, mean of negatives by sgr_mean",
             call=sgr_mean_step,
             baselines=(sgr_step(sgr_caption_loop, "mean"), sgr_step(sgr_grouped_compiled, "mean")),
             gate="odd_square",
