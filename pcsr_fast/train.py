@@ -135,7 +135,7 @@ def train(
                 # Adam starts anew after warm-up
                 state.optimizers = [new_optimizer(n, config) for n in state.networks]
             if epoch > 0 and config.method != "sgr" and state.phase == "divide":
-                divide_both(state, train_split, epoch, config, device, report)
+                divide_both(state, train_split, epoch, config, device)
             state.phase = "train" if state.phase == "divide" else state.phase
             stop_if_asked()
             while state.phase == "train":
@@ -226,7 +226,7 @@ def seed_of(config: Config, *place: int) -> int:
 # the parts of an epoch
 
 
-def divide_both(state: State, split: Split, epoch: int, config: Config, device, report) -> None:
+def divide_both(state: State, split: Split, epoch: int, config: Config, device) -> None:
     """Evaluation pass, mixture, tally and threshold of both networks."""
     state.observations += 1
     for k, network in enumerate(state.networks):
@@ -514,8 +514,8 @@ def pack(state: State, config: Config, identity: dict, records: list[dict]) -> d
     }
 
 
-# settings that do not change what is computed
-FREE = {"device", "workers", "log_every", "checkpoint_minutes", "evaluation_batch", "stop_after_bad_steps", "compile"}
+# settings that change nothing, or, as the device, rounding alone; compiled dropout draws other numbers
+FREE = {"device", "workers", "log_every", "checkpoint_minutes", "evaluation_batch", "stop_after_bad_steps"}
 
 
 def restore(state: State, saved: dict, config: Config, identity: dict, path: Path) -> list[dict]:

@@ -252,14 +252,12 @@ def test_mean_loss_is_triplet_of_scores(margin, ids, generator):
     shared = torch.arange(12) // 2 if ids else None
     margins = margin * torch.rand(12, dtype=torch.float64, generator=generator)
     inputs = [x.requires_grad_() for x in (regions, words, image_globals, caption_globals, *weights)]
-    both = []
-    for backend in ("native", "reference"):
-        with use_backend(backend):
-            args = (regions, words, offsets, image_globals, caption_globals, weights)
-            loss = sgr_mean(*args, margins, shared) if backend == "native" else None
-            if loss is None:
-                loss = triplet(sgr(*args), margins, "mean", shared)
-            both.append([loss, *torch.autograd.grad(3 * loss, inputs)])
+    args = (regions, words, offsets, image_globals, caption_globals, weights)
+    with use_backend("native"):
+        fused = sgr_mean(*args, margins, shared)
+    with use_backend("reference"):
+        plain = triplet(sgr(*args), margins, "mean", shared)
+    both = ([loss, *torch.autograd.grad(3 * loss, inputs)] for loss in (fused, plain))
     for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want)
 

@@ -762,6 +762,21 @@ void backward_tile(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& p
   backward_align(a, g, p, w, tile);
 }
 
+// scores pairs [begin, end) tile by tile, and calls visit(weights, workspace, tile) after each
+template <typename T, typename Visit>
+void for_tiles(const SgrArgs<T>& a, bool backward, const T* packed, T* workspace, int64_t begin, int64_t end,
+               const Visit& visit) {
+  Arena<T> weights(const_cast<T*>(packed)), arena(workspace);
+  const Packed<T> p(a, backward, weights);
+  Work<T> w(a, backward, arena);
+  while (begin < end) {
+    const Tile tile = next_tile(a, w, tile_words(a, backward), begin, end);
+    forward_tile(a, p, w, tile);
+    visit(p, w, tile);
+    begin += tile.pairs;
+  }
+}
+
 }  // namespace
 
 template <typename T>
@@ -806,53 +821,36 @@ void sgr_pack(const SgrArgs<T>& a, bool backward, T* packed) {
 
 template <typename T>
 void sgr_forward(const SgrArgs<T>& a, const T* packed, T* workspace, int64_t begin, int64_t end) {
-  Arena<T> weights(const_cast<T*>(packed)), arena(workspace);
-  const Packed<T> p(a, false, weights);
-  Work<T> w(a, false, arena);
-  while (begin < end) {
-    const Tile tile = next_tile(a, w, tile_words(a, false), begin, end);
-    forward_tile(a, p, w, tile);
-    std::memcpy(a.scores + begin, w.scores, tile.pairs * sizeof(T));
-    begin += tile.pairs;
-  }
+  for_tiles(a, false, packed, workspace, begin, end, [&](const Packed<T>&, Work<T>& w, const Tile& tile) {
+    std::memcpy(a.scores + tile.first, w.scores, tile.pairs * sizeof(T));
+  });
 }
 
 template <typename T>
 void sgr_backward(const SgrArgs<T>& a, const SgrGrads<T>& g, const T* packed, T* workspace, int64_t begin,
                   int64_t end) {
-  Arena<T> weights(const_cast<T*>(packed)), arena(workspace);
-  const Packed<T> p(a, true, weights);
-  Work<T> w(a, true, arena);
-  while (begin < end) {
-    const Tile tile = next_tile(a, w, tile_words(a, true), begin, end);
-    forward_tile(a, p, w, tile);
+  for_tiles(a, true, packed, workspace, begin, end, [&](const Packed<T>& p, Work<T>& w, const Tile& tile) {
     backward_tile(a, g, p, w, tile, a.grad_scores + tile.first);
-    begin += tile.pairs;
-  }
+  });
 }
 
 template <typename T>
 void sgr_mean(const SgrArgs<T>& a, const SgrGrads<T>& g, const SgrMean<T>& loss, const T* packed, T* workspace,
               int64_t begin, int64_t end, T* left) {
-  Arena<T> weights(const_cast<T*>(packed)), arena(workspace);
-  const Packed<T> p(a, true, weights);
-  Work<T> w(a, true, arena);
-  while (begin < end) {
-    const Tile tile = next_tile(a, w, tile_words(a, true), begin, end);
-    forward_tile(a, p, w, tile);
-    std::memcpy(a.scores + begin, w.scores, tile.pairs * sizeof(T));
+  for_tiles(a, true, packed, workspace, begin, end, [&](const Packed<T>& p, Work<T>& w, const Tile& tile) {
+    T* grads = left + tile.first;
     int64_t active = 0;
-    for (int64_t i = begin; i < begin + tile.pairs; ++i) {
-      left[i] = loss.gradient(a.scores[i], a.image_of(i), a.caption_of(i));
-      active += left[i] != 0;
+    for (int64_t i = 0; i < tile.pairs; ++i) {
+      const int64_t pair = tile.first + i;
+      a.scores[pair] = w.scores[i];
+      grads[i] = loss.gradient(w.scores[i], a.image_of(pair), a.caption_of(pair));
+      active += grads[i] != 0;
     }
     // going back costs two thirds of doing a pair again with its gradient
-    if (3 * active >= 2 * tile.pairs) {
-      backward_tile(a, g, p, w, tile, left + begin);
-      for (int64_t i = begin; i < begin + tile.pairs; ++i) left[i] = 0;
-    }
-    begin += tile.pairs;
-  }
+    if (3 * active < 2 * tile.pairs) return;
+    backward_tile(a, g, p, w, tile, grads);
+    for (int64_t i = 0; i < tile.pairs; ++i) grads[i] = 0;
+  });
 }
 
 #define PCSR_INSTANTIATE(T)                                                                                           \
