@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 SUBSETS = ("clean", "refinable", "ambiguous")
+# the method as the paper prints it, where our defaults differ
+PRINTED = dict(
+    classifier_input="regions", classifier_gradient=True, classifier_norm=False, classifier_rate=1.0,
+    assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss", tally_from=1,
+    rematch_scope="batch", rematch_by="images", negatives_ramp=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,7 @@ class Config:
     # method: pcsr; clean: the division, and clean pairs alone; sgr: all pairs, no division
     method: Literal["pcsr", "clean", "sgr"] = "pcsr"
     seed: int = 0
+    paper: bool = False  # as printed: sets everything in PRINTED
 
     # network
     embedding: int = 1024  # D
@@ -27,7 +34,11 @@ class Config:
     dropout: float = 0.4
     classes: int = 256  # K, pseudo-classes
     classifier_hidden: int = 256
-    classifier_input: Literal["regions", "pooled"] = "regions"
+    # what the pseudo-classifier sees: every region or word, their mean taken behind its first layer; all in their
+    # slots, as printed; or the global vector
+    classifier_input: Literal["set", "regions", "pooled"] = "set"
+    classifier_gradient: bool = False  # its losses train the encoders, too
+    classifier_norm: bool = True  # its hidden vectors standardised, each modality by itself
 
     # losses
     alpha: float = 0.2  # largest margin
@@ -37,22 +48,32 @@ class Config:
     lambda_ce: float = 1.0
     lambda_gce: float = 1.0
     lambda_entropy: float = 10.0
+    assignment: Literal["argmax", "centred", "balanced"] = "centred"  # of pseudo-labels that are trained on
+    assignment_queue: int = 1024  # recent predictions that balanced looks at
+    both_sides: bool = True  # cross entropy and entropy of captions' predictions too, not of images' alone
+    likeness_temperature: float = 0.5  # of the softmax in S_p; below 1 predictions differ more
+    noisy_weight: Literal["one", "likeness"] = (
+        "likeness"  # of a refinable or ambiguous pair's triplet: y, as its margin
+    )
     clean_margin: Literal["one", "posterior", "agreement"] = "one"
     mask_duplicates: bool = True
 
     # division
+    evidence: Literal["loss", "both"] = "both"  # of the mixture: the loss; or S_p too, once the classifier was trained
     subsets: tuple[str, ...] = SUBSETS  # ablation: which are trained on
     noisy_treatment: Literal["split", "refinable", "ambiguous"] = "split"  # ablation: one treatment for all noisy pairs
     threshold: Literal["controller", "quantile"] = "controller"
     pcs: Literal["share", "counts"] = "share"  # divided by the number of observations, or as printed
+    tally_from: int = 2  # epoch after warm-up from which labels count: before it, the classifier knows nothing
     target_start: float = 0.4  # of lambda_target, rising to target_end over target_epochs
     target_end: float = 0.9
     target_epochs: int = 50
     controller_gain: float = 0.2  # k
     controller_rate: float = 0.7  # beta
     evaluation_negatives: int = 0  # each pair's negatives in the evaluation pass; 0: the whole batch
-    rematch_scope: Literal["batch", "bank"] = "batch"
+    rematch_scope: Literal["batch", "bank"] = "bank"
     bank_size: int = 4096
+    rematch_by: Literal["images", "both"] = "both"  # S_p of both images; times that of the image and the new caption
 
     # schedule
     warmup_epochs: int = 5
@@ -60,9 +81,10 @@ class Config:
     epochs: int = 50  # after warm-up
     refinable_from: int = 26  # first epoch of the stage, counted after warm-up
     ambiguous_from: int = 41
-    negatives_ramp: bool = False  # hardest negatives among 4, 8, 16, ... pairs in the first epochs
+    negatives_ramp: bool = True  # hardest negatives among 4, 8, 16, ... pairs in the first epochs
     batch_size: int = 128
     learning_rate: float = 2e-4
+    classifier_rate: float = 5.0  # learning rate of the pseudo-classifier, in those of the rest
     decay_every: int = 30
     decay: float = 0.1
     clip: float = 2.0
@@ -78,13 +100,26 @@ class Config:
     stop_after_bad_steps: int = 20  # non-finite in a row
 
     def __post_init__(self):
+        if self.paper is True:
+            for name, value in PRINTED.items():
+                object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
         unknown = set(self.subsets) - set(SUBSETS)
         self._require(not unknown and "clean" in self.subsets, "subsets", f"a choice of {SUBSETS} with clean")
-        for name in ("embedding", "similarity", "reasoning_steps", "word_embedding", "classes", "classifier_hidden",
-                     "epochs", "warmup_epochs", "target_epochs", "decay_every", "log_every", "evaluation_batch",
-                     "stop_after_bad_steps", "bank_size", "refinable_from", "ambiguous_from"):  # fmt: skip
+        for name in (
+            *("embedding", "similarity", "reasoning_steps", "word_embedding", "classes", "classifier_hidden"),
+            *(
+                "assignment_queue",
+                "bank_size",
+                "epochs",
+                "warmup_epochs",
+                "tally_from",
+                "refinable_from",
+                "ambiguous_from",
+            ),
+            *("target_epochs", "decay_every", "log_every", "evaluation_batch", "stop_after_bad_steps"),
+        ):
             least = 0 if name in ("epochs", "warmup_epochs") else 1
             self._require(getattr(self, name) >= least, name, f"at least {least}")
         self._require(self.batch_size >= 2, "batch_size", "at least 2: a pair needs a negative")
@@ -93,7 +128,7 @@ class Config:
         self._require(self.margin_base > 1, "margin_base", "above 1")
         self._require(0 < self.controller_rate <= 1, "controller_rate", "in (0, 1]")
         self._require(0 <= self.target_start <= self.target_end <= 1, "target_start", "in [0, target_end <= 1]")
-        for name in ("alpha", "learning_rate", "clip", "decay"):
+        for name in ("alpha", "learning_rate", "classifier_rate", "clip", "decay", "likeness_temperature"):
             self._require(getattr(self, name) > 0, name, "above 0")
         for name in ("evaluation_negatives", "warmup_steps", "workers", "seed", "checkpoint_minutes"):
             self._require(getattr(self, name) >= 0, name, "at least 0")

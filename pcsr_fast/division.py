@@ -69,7 +69,7 @@ def evaluate_pairs(
         p, q = network.image_logits(images), network.caption_logits(captions)
         pairs = batch.pairs.cpu().numpy()
         losses[pairs] = pair_losses.float().cpu().numpy()
-        likeness[pairs] = label_similarity(p, q).cpu().numpy()
+        likeness[pairs] = likeness_of(p, q, config).cpu().numpy()
         caption_labels[pairs] = q.argmax(1).cpu().numpy()
         if size == 1:
             alone = pairs
@@ -81,7 +81,7 @@ def evaluate_pairs(
         labels = tally(p[rows].to(state.counts.device), batch.images[rows].to(state.counts.device), state)
         image_labels[ids[new]] = labels.cpu().numpy()
         sharp.append(p.softmax(1).amax(1).mean())
-        near.append(label_similarity(p, p.roll(1, 0)).mean())
+        near.append(likeness_of(p, p.roll(1, 0), config).mean())
     # without a negative, neither good nor bad
     losses[alone] = np.median(np.delete(losses, alone)) if len(losses) > 1 else 0
     if len(bad := np.concatenate(broken)):
@@ -93,6 +93,11 @@ def evaluate_pairs(
     # the last batch may be small and count too much; these are figures to look at
     figures = torch.stack([torch.stack(sharp).mean(), torch.stack(near).mean()]).tolist()
     return Evaluation(losses, image_labels, caption_labels, likeness, *figures)
+
+
+def likeness_of(logits: Tensor, others: Tensor, config: Config) -> Tensor:  # [B, K], [B, K] -> [B]
+    """S_p, of predictions made as sharp as configured."""
+    return label_similarity(logits / config.likeness_temperature, others / config.likeness_temperature)
 
 
 def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Tensor:  # [B]
@@ -121,6 +126,7 @@ def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Ten
 
 def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N], [2, 3]
     """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses."""
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.mixture import GaussianMixture
 
     if not np.isfinite(losses).all():
@@ -135,10 +141,25 @@ def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N],
             "train longer before the division (warmup_steps) or with negatives_ramp"
         )
     scaled = ((losses - low) / (high - low)).astype(np.float64)[:, None]
-    model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0).fit(scaled)
+    with warnings.catch_warnings():
+        # ten rounds are the definition, whether they suffice or not
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0).fit(scaled)
     order = np.argsort(model.means_[:, 0])
     components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0, 0])], 1)[order]
     return model.predict_proba(scaled)[:, order[0]].astype(np.float32), components
+
+
+def clean_posterior(found: Evaluation, epoch: int, config: Config) -> tuple[np.ndarray, np.ndarray]:  # [N], [2, 3]
+    """Belief that a pair is clean, and the mixture of losses.
+
+    Where image and caption predict the same pseudo-labels, they match: once the classifier was trained, which begins
+    in the first epoch, a mixture of 1 - S_p has half of the say.
+    """
+    posterior, components = mixture(found.losses)
+    if config.evidence == "both" and config.method == "pcsr" and epoch > 1 and np.ptp(found.likeness) > 0.01:
+        posterior = (posterior + mixture(1 - found.likeness)[0]) / 2
+    return posterior, components
 
 
 def is_clean(posterior: np.ndarray) -> np.ndarray:  # bool [N]

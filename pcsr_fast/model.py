@@ -3,7 +3,8 @@
 Parameters are named after what they compute: `image.weight`, `image.bias` (regions to the joint space);
 `words.weight` (word embeddings), `gru.*` (one bidirectional layer, names of torch.nn.GRU); `image_pool.*` and
 `caption_pool.*` (global vectors: `local`, `whole`, `weight`, and the image's batch norms `local_norm`, `whole_norm`);
-`similarity.*` (the fields of pcsr_fast.SgrWeights); `classifier.0.*`, `classifier.2.*`.
+`similarity.*` (the fields of pcsr_fast.SgrWeights); `classifier.{hidden,output}.*` and
+`classifier.{image,caption}_{norm,balance}.*`.
 """
 
 from typing import NamedTuple
@@ -97,6 +98,61 @@ class Similarity(nn.Module):
         return images.regions, captions.words, captions.offsets, images.whole, captions.whole, weights
 
 
+class Classifier(nn.Module):
+    """Pseudo-classifier: one head for both modalities, and what keeps its labels from falling into one class.
+
+    Of all images, or of all captions, the hidden vectors have a large part in common, beside which their differences
+    are small: without the norms, one for each modality, nearly everything gets the same label.
+    """
+
+    def __init__(self, config: Config, inputs: int):
+        super().__init__()
+        self.hidden = linear(inputs, config.classifier_hidden)
+        self.output = linear(config.classifier_hidden, config.classes)
+        for side in ("image", "caption"):
+            norm = nn.BatchNorm1d(config.classifier_hidden, affine=False) if config.classifier_norm else nn.Identity()
+            self.add_module(f"{side}_norm", norm)
+            self.add_module(f"{side}_balance", Balance(config.assignment, config.classes, config.assignment_queue))
+
+
+class Balance(nn.Module):
+    """Shifts logits before their argmax is taken as a label, so that classes are used alike; learns as it is called.
+
+    centred: by the running mean of predictions, in log space. balanced: by Sinkhorn and Knopp's scaling of classes
+    over the batch and a queue of recent logits. argmax: not at all.
+    """
+
+    RATE, SHARPNESS, ROUNDS = 0.01, 20.0, 3
+
+    def __init__(self, assignment: str, classes: int, queue: int):
+        super().__init__()
+        self.assignment = assignment
+        if assignment == "centred":
+            self.register_buffer("mean", torch.full((classes,), 1 / classes))
+        elif assignment == "balanced":
+            self.register_buffer("queue", torch.zeros(queue, classes))
+            self.register_buffer("filled", torch.zeros((), dtype=torch.long))
+
+    @torch.no_grad()
+    def forward(self, logits: Tensor) -> Tensor:  # [B, K] -> [B, K]
+        if self.assignment == "centred":
+            self.mean.lerp_(logits.softmax(1).mean(0), self.RATE)
+            return logits.log_softmax(1) - self.mean.log()
+        if self.assignment == "balanced":
+            size = len(self.queue)
+            self.queue.copy_(torch.cat([logits, self.queue])[:size])
+            self.filled.add_(len(logits)).clamp_(max=size)
+            known = (torch.arange(size, device=logits.device) < self.filled)[:, None]
+            # rows that are not filled yet take no part
+            scaled = torch.where(known, self.SHARPNESS * self.queue, -torch.inf)
+            by_class = torch.zeros_like(scaled[0])
+            for _ in range(self.ROUNDS):
+                by_row = torch.where(known, (scaled + by_class).logsumexp(1, keepdim=True), 0)
+                by_class = -(scaled - by_row).logsumexp(0)
+            return logits + by_class / self.SHARPNESS
+        return logits
+
+
 class Network(nn.Module):
     """One of the two networks. Encoders take batches as the loader gives them, captions ragged."""
 
@@ -104,6 +160,7 @@ class Network(nn.Module):
         super().__init__()
         dim = config.embedding
         self.slots, self.classifier_input = regions, config.classifier_input
+        self.classifier_gradient = config.classifier_gradient
         self.image = linear(width, dim)
         self.words = nn.Embedding(words, config.word_embedding)
         nn.init.uniform_(self.words.weight, -0.1, 0.1)
@@ -112,9 +169,8 @@ class Network(nn.Module):
         self.image_pool = Pool(dim, config.dropout, regions)
         self.caption_pool = Pool(dim, config.dropout)
         self.similarity = Similarity(dim, config.similarity, config.reasoning_steps)
-        inputs = regions * dim if config.classifier_input == "regions" else dim
-        hidden = config.classifier_hidden
-        self.classifier = nn.Sequential(linear(inputs, hidden), nn.ReLU(), linear(hidden, config.classes))
+        # drawn last, so that the rest begins alike with any classifier
+        self.classifier = Classifier(config, regions * dim if config.classifier_input == "regions" else dim)
 
     def encode_images(self, features: Tensor) -> Images:  # [B, R, d_img]
         regions = l2(self.image(features.to(self.image.weight.dtype)))
@@ -135,12 +191,22 @@ class Network(nn.Module):
         return Captions(words[valid], offsets, self.caption_pool(words, valid))
 
     def image_logits(self, images: Images) -> Tensor:  # [B, K]
-        pooled = self.classifier_input == "pooled"
-        return self.classifier(images.whole if pooled else images.regions.flatten(1)).float()
+        head, kind = self.classifier, self.classifier_input
+        images = images if self.classifier_gradient else Images(*(x.detach() for x in images))
+        x = {"set": images.regions, "pooled": images.whole, "regions": images.regions.flatten(1)}[kind]
+        hidden = head.hidden(x).relu()
+        return head.output(head.image_norm((hidden.mean(1) if kind == "set" else hidden).float())).float()
 
     def caption_logits(self, captions: Captions) -> Tensor:  # [C, K]
-        pooled = self.classifier_input == "pooled"
-        return self.classifier(captions.whole if pooled else in_slots(captions, self.slots).flatten(1)).float()
+        head, kind = self.classifier, self.classifier_input
+        captions = captions if self.classifier_gradient else Captions(*(x.detach() for x in captions))
+        if kind == "set":
+            hidden = head.hidden(captions.words).relu().float()
+            hidden = torch.segment_reduce(hidden, "mean", offsets=captions.offsets)
+        else:
+            x = captions.whole if kind == "pooled" else in_slots(captions, self.slots).flatten(1)
+            hidden = head.hidden(x).relu().float()
+        return head.output(head.caption_norm(hidden)).float()
 
 
 def in_slots(captions: Captions, slots: int) -> Tensor:  # [C, slots, D]

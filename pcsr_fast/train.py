@@ -7,6 +7,7 @@ function of the seed and of the place in the schedule, so a run that is resumed 
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import sys
 import threading
@@ -25,22 +26,24 @@ from tqdm import tqdm
 from pcsr_fast import checkpoint
 from pcsr_fast.config import SUBSETS, Config, differences
 from pcsr_fast.data.loader import Batch, batches, captions_of, count_batches
+from pcsr_fast.data.overlap import overlap, word_weights
 from pcsr_fast.data.split import Split
 from pcsr_fast.division import (
     AMBIGUOUS,
     CLEAN,
     REFINABLE,
     Division,
+    clean_posterior,
     divide,
     evaluate_pairs,
     health,
-    mixture,
+    likeness_of,
     pair_pcs,
     target_utilisation,
 )
 from pcsr_fast.evaluate import evaluate
 from pcsr_fast.model import Captions, Images, Network
-from pcsr_fast.ops import TallyState, adaptive_margin, agreement, entropy, label_similarity, triplet
+from pcsr_fast.ops import Agreement, TallyState, adaptive_margin, agreement, entropy, triplet
 
 NAMES = ("A", "B")
 # streams of random numbers, apart from each other
@@ -80,12 +83,14 @@ def train(
     run: Path | str,
     resume: str = "auto",
     report: Callable[[str], None] = print,
+    warmed: Path | str | None = None,
 ) -> dict[str, float]:
     """Trains two networks and returns the record of the best epoch on dev.
 
     The folder gets `config.json`, `log.jsonl` with a record for every epoch, `last.pt` and `best.pt`, and `noise.npy`,
     the image of every caption as trained on. `words` is the size of the vocabulary. resume: auto goes on from
-    `last.pt` if it is there, must demands it, never refuses to overwrite it.
+    `last.pt` if it is there, must demands it, never refuses to overwrite it. `warmed` is the folder of a run that
+    stands at the end of the same warm-up (epochs=0): a new run begins there, and ends as if it had done it itself.
     """
     run = Path(run)
     check_data(config, train_split, dev_split, words)
@@ -107,6 +112,9 @@ def train(
         records = restore(state, checkpoint.load(last), config, identity, last)
         report(f"resumed from {last}: epoch {state.epoch + 1}, {state.phase}, step {state.step}")
     else:
+        if warmed is not None:
+            records = take_warmup(state, Path(warmed), config, identity, warmup_epochs(config, len(train_split)))
+            shutil.copyfile(Path(warmed) / "best.pt", run / "best.pt")
         (run / "config.json").write_text(config.dump())
         np.save(run / "noise.npy", train_split.image_of)
     write_records(run / "log.jsonl", records)
@@ -228,6 +236,10 @@ def seed_of(config: Config, *place: int) -> int:
 
 def divide_both(state: State, split: Split, epoch: int, config: Config, device) -> None:
     """Evaluation pass, mixture, tally and threshold of both networks."""
+    if epoch == config.tally_from:
+        state.observations = 0
+        for tensor in (x for tally in state.tallies for x in tally):
+            tensor.zero_()
     state.observations += 1
     for k, network in enumerate(state.networks):
         order = batches(
@@ -235,7 +247,7 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device) 
         )
         total = count_batches(len(split), config.batch_size)
         found = evaluate_pairs(network, split, progress(order, total, f"evaluate {NAMES[k]}"), state.tallies[k], config)
-        posterior, components = mixture(found.losses)
+        posterior, components = clean_posterior(found, epoch, config)
         pcs = pair_pcs(state.tallies[k], split, state.observations, config)
         before = state.divisions[k].tau if state.divisions[k] else None
         state.divisions[k] = divide(posterior, pcs, before, epoch, config)
@@ -253,7 +265,7 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
     """One network's epoch from where it stands; yields where it can be saved, after each batch of the main loader."""
     k, network, optimizer = state.network, state.networks[state.network], state.optimizers[state.network]
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(epoch, config)
+        group["lr"] = learning_rate(epoch, config) * group["rate"]
     divided = epoch > 0 and config.method != "sgr"
     division = state.divisions[1 - k] if divided else None
 
@@ -274,6 +286,9 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
                 others[subset] = loader(subset, pairs, endless=True)
     if divided and state.bank is None:
         state.bank = Bank.empty(config, device)
+    # where the noise is known, so is what a new caption has in common with the right ones
+    known = divided and not np.array_equal(split.image_of, split.true_image)
+    weights = word_weights(split, network.words.num_embeddings) if known else None
 
     for batch in progress(main, total, f"train {NAMES[k]}", state.step):
         # a single pair left over has no negative
@@ -290,10 +305,14 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
                     continue
                 if subset == REFINABLE:
                     run_step(
-                        state, "refinable", config, refinable_loss, network, other, split, state.bank, epoch, config
-                    )
+                        state, "refinable", config, refinable_loss,
+                        network, other, split, state.bank, weights, epoch, config,
+                    )  # fmt: skip
                 else:
-                    run_step(state, "ambiguous", config, ambiguous_loss, network, other, epoch, config)
+                    run_step(
+                        state, "ambiguous", config, ambiguous_loss,
+                        network, other, split, state.bank, weights, epoch, config,
+                    )  # fmt: skip
         state.step = batch.position
         yield
 
@@ -316,7 +335,7 @@ def run_step(state: State, subset: str, config: Config, loss: Callable[..., dict
         with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bf16" and device.type == "cuda"):
             parts = loss(*args)
         parts["loss"].backward()
-        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip)
+        norm = clip_gradients(network, config)
         bad = (~norm.isfinite()).float()
         optimizer.found_inf = bad
         optimizer.step()
@@ -336,6 +355,13 @@ def run_step(state: State, subset: str, config: Config, loss: Callable[..., dict
         sums[name] = sums[name] + value if name in sums else value.clone()
 
 
+def clip_gradients(network: Network, config: Config) -> Tensor:
+    """Norm of the gradient; a classifier that is trained apart is clipped apart, or its norm would slow the rest."""
+    head, rest = parameters(network)
+    groups = [head + rest] if config.classifier_gradient else [head, rest]
+    return torch.stack([torch.nn.utils.clip_grad_norm_(group, config.clip) for group in groups]).max()
+
+
 # the losses of a step; "loss" is differentiated, the rest is logged
 
 
@@ -343,7 +369,7 @@ def encode_batch(network: Network, batch: Batch) -> tuple[Images, Captions]:
     return network.encode_images(batch.features), network.encode_captions(batch.tokens, batch.offsets)
 
 
-def contrast(network, images, captions, margin, mode, image_ids, caption_ids, epoch, config) -> Tensor:
+def contrast(network, images, captions, margin, mode, image_ids, caption_ids, epoch, config, weight=None) -> Tensor:
     """Triplet loss of a batch, in groups of fewer pairs while the ramp of negatives lasts."""
     if not config.mask_duplicates:
         image_ids = caption_ids = None
@@ -351,13 +377,13 @@ def contrast(network, images, captions, margin, mode, image_ids, caption_ids, ep
         return network.similarity.mean_loss(images, captions, margin, image_ids, caption_ids)
     size, group = len(images.whole), negatives(epoch, config)
     if group >= size:
-        return triplet(network.similarity(images, captions), margin, mode, image_ids, caption_ids)
+        return triplet(network.similarity(images, captions), margin, mode, image_ids, caption_ids, weight)
     total = 0.0
     for start in range(0, size, group):
         rows = slice(start, min(start + group, size))
         offsets = captions.offsets[start : rows.stop + 1]
         some = Captions(captions.words[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0], captions.whole[rows])
-        own = (None if ids is None else ids[rows] for ids in (image_ids, caption_ids))
+        own = (None if x is None else x[rows] for x in (image_ids, caption_ids, weight))
         part = margin[rows] if isinstance(margin, Tensor) else margin
         total = total + triplet(network.similarity(Images(*(x[rows] for x in images)), some), part, mode, *own)
     return total
@@ -382,46 +408,93 @@ def clean_loss(
         y = torch.from_numpy(division.posterior[batch.pairs.cpu().numpy()]).to(batch.pairs.device)
         margin = adaptive_margin(y, config.alpha, config.margin_base)
     elif config.clean_margin == "agreement" and classified:
-        margin = adaptive_margin(label_similarity(p, q), config.alpha, config.margin_base)
+        margin = adaptive_margin(likeness_of(p, q, config), config.alpha, config.margin_base)
     loss = contrast(network, images, captions, margin, "hardest", batch.images, batch.pairs, epoch, config)
     parts = {"triplet": loss / len(batch)}
     loss = config.lambda_triplet * loss
     if classified:
-        found = agreement(p, q, 0.0)
-        parts |= {"ce": found.image_loss.mean(), "entropy": entropy(found.image_mean)}
+        found = pseudo_agreement(network, p, q, 0.0)
+        # as printed, the image's prediction alone follows the caption's label
+        parts["ce"] = (found.image_loss + found.text_loss if config.both_sides else found.image_loss).mean()
+        parts["entropy"] = mean_entropy(found, config)
         loss = loss + config.lambda_ce * parts["ce"] - config.lambda_entropy * parts["entropy"]
-        bank.put(p, batch.pairs)
+        bank.put(p, q, batch.pairs, config)
     return {"loss": loss} | parts
 
 
 def refinable_loss(
-    network: Network, batch: Batch, split: Split, bank: "Bank", epoch: int, config: Config
+    network: Network, batch: Batch, split: Split, bank: "Bank", weights: np.ndarray | None, epoch: int, config: Config
 ) -> dict[str, Tensor]:
     """Images keep, captions change: each image trains with the caption of the clean image that is most like it."""
     images = network.encode_images(batch.features)
-    pairs, likeness = bank.match(network.image_logits(images))
+    pairs, likeness = bank.match(network.image_logits(images), config)
     # which captions to read is the one thing the host must know
     tokens, offsets = (x.to(batch.pairs.device) for x in captions_of(split, pairs.cpu().numpy()))
     captions = network.encode_captions(tokens, offsets)
     margin = adaptive_margin(likeness, config.alpha, config.margin_base)
-    loss = contrast(network, images, captions, margin, "hardest", batch.images, pairs, epoch, config)
-    return {"loss": loss, "triplet": loss / len(batch), "likeness": likeness.mean(), "margin": margin.mean()}
+    loss = contrast(
+        network, images, captions, margin, "hardest", batch.images, pairs, epoch, config, noisy_weight(likeness, config)
+    )
+    parts = {"loss": loss, "triplet": loss / len(batch), "likeness": likeness.mean(), "margin": margin.mean()}
+    return parts | mean_overlap(split, weights, batch, pairs)
 
 
-def ambiguous_loss(network: Network, batch: Batch, epoch: int, config: Config) -> dict[str, Tensor]:
+def ambiguous_loss(
+    network: Network, batch: Batch, split: Split, bank: "Bank", weights: np.ndarray | None, epoch: int, config: Config
+) -> dict[str, Tensor]:
     images, captions = encode_batch(network, batch)
     p, q = network.image_logits(images), network.caption_logits(captions)
-    margin = adaptive_margin(label_similarity(p, q), config.alpha, config.margin_base)
-    loss = contrast(network, images, captions, margin, "hardest", batch.images, batch.pairs, epoch, config)
-    found = agreement(p, q, config.gamma)
+    likeness = likeness_of(p, q, config)
+    margin = adaptive_margin(likeness, config.alpha, config.margin_base)
+    loss = contrast(
+        network, images, captions, margin, "hardest", batch.images, batch.pairs, epoch, config,
+        noisy_weight(likeness, config),
+    )  # fmt: skip
+    found = pseudo_agreement(network, p, q, config.gamma)
     parts = {
         "triplet": loss / len(batch),
         "gce": (found.image_loss + found.text_loss).mean(),
-        "entropy": entropy(found.image_mean),
+        "entropy": mean_entropy(found, config),
+        "likeness": likeness.mean(),
         "margin": margin.mean(),
     }
     loss = config.lambda_triplet * loss + config.lambda_gce * parts["gce"] - config.lambda_entropy * parts["entropy"]
-    return {"loss": loss} | parts
+    # what they would get if they were refined
+    compared = {} if weights is None else mean_overlap(split, weights, batch, bank.match(p, config)[0])
+    return {"loss": loss} | parts | compared
+
+
+def mean_overlap(split: Split, weights: np.ndarray | None, batch: Batch, pairs: Tensor) -> dict[str, Tensor]:
+    """Of the captions that images are matched with, with the images' own; nothing where the noise is not known."""
+    if weights is None:
+        return {}
+    found = overlap(split, weights, batch.images.cpu().numpy(), pairs.cpu().numpy())
+    return {"overlap": torch.tensor(found.mean(), device=pairs.device)}
+
+
+def pseudo_agreement(network: Network, p: Tensor, q: Tensor, gamma: float) -> Agreement:  # [B, K]
+    """As agreement, but each side's labels are those that its Balance assigns."""
+    balance = network.classifier
+    found = agreement(p, balance.caption_balance(q), gamma)
+    if balance.image_balance.assignment == "argmax":
+        return found
+    other = agreement(balance.image_balance(p), q, gamma)
+    return found._replace(text_loss=other.text_loss, text_mean=other.text_mean)
+
+
+def mean_entropy(found: Agreement, config: Config) -> Tensor:
+    """Entropy of the mean prediction: of images, and with both_sides of captions, too."""
+    return entropy(found.image_mean) + (entropy(found.text_mean) if config.both_sides else 0.0)
+
+
+def noisy_weight(likeness: Tensor, config: Config) -> Tensor | None:  # [B]
+    """How much a pair that is not clean counts in the triplet."""
+    return likeness if config.noisy_weight == "likeness" else None
+
+
+def unit_predictions(logits: Tensor, config: Config) -> Tensor:  # [B, K]
+    """Their products are S_p."""
+    return torch.nn.functional.normalize((logits.detach() / config.likeness_temperature).softmax(1), dim=1)
 
 
 @dataclass
@@ -429,6 +502,7 @@ class Bank:
     """Predictions of clean images that refinable ones are matched with: of this step, or a ring of recent ones."""
 
     predictions: Tensor  # [M, K], unit vectors
+    captions: Tensor  # [M, K], those of their captions
     pairs: Tensor  # [M], whose captions they are; -1 where there is none yet
     place: int = 0
     filled: int = 0
@@ -436,7 +510,8 @@ class Bank:
     @classmethod
     def empty(cls, config: Config, device) -> "Bank":
         size = config.batch_size if config.rematch_scope == "batch" else config.bank_size
-        return cls(torch.zeros(size, config.classes, device=device), torch.full((size,), -1, device=device))
+        none, unknown = torch.full((size,), -1, device=device), torch.zeros(size, config.classes, device=device)
+        return cls(unknown, unknown.clone(), none)
 
     def forget(self, config: Config) -> None:
         """Before a clean step: a bank of one step drops those of the step before."""
@@ -445,18 +520,20 @@ class Bank:
             self.pairs.fill_(-1)
 
     @torch.no_grad()
-    def put(self, logits: Tensor, pairs: Tensor) -> None:
+    def put(self, p: Tensor, q: Tensor, pairs: Tensor, config: Config) -> None:  # [B, K], [B, K], [B]
         at = (torch.arange(len(pairs), device=pairs.device) + self.place) % len(self.pairs)
-        self.predictions[at] = torch.nn.functional.normalize(logits.detach().float().softmax(1), dim=1)
+        self.predictions[at], self.captions[at] = unit_predictions(p, config), unit_predictions(q, config)
         self.pairs[at] = pairs
         self.place = (self.place + len(pairs)) % len(self.pairs)
         self.filled = min(self.filled + len(pairs), len(self.pairs))
 
     @torch.no_grad()
-    def match(self, logits: Tensor) -> tuple[Tensor, Tensor]:  # [B, K] -> [B], [B]
-        """The most similar prediction's pair, and the similarity S_p."""
-        own = torch.nn.functional.normalize(logits.detach().float().softmax(1), dim=1)
+    def match(self, logits: Tensor, config: Config) -> tuple[Tensor, Tensor]:  # [B, K] -> [B], [B]
+        """The pair most like each image, and how alike: S_p of both images, times S_p of the image and the caption."""
+        own = unit_predictions(logits, config)
         similar = own @ self.predictions.T
+        if config.rematch_by == "both":
+            similar = similar * (own @ self.captions.T)
         # on CUDA a step that was not finite has put NaN here
         similar = similar.masked_fill((self.pairs < 0) | similar.isnan(), -torch.inf)
         likeness, at = similar.max(1)
@@ -482,7 +559,15 @@ def new_state(config: Config, split: Split, words: int, device) -> State:
 
 
 def new_optimizer(network: Network, config: Config) -> torch.optim.Adam:
-    return torch.optim.Adam(network.parameters(), lr=config.learning_rate, fused=True)
+    head, rest = parameters(network)
+    groups = [{"params": rest, "rate": 1.0}, {"params": head, "rate": config.classifier_rate}]
+    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True)
+
+
+def parameters(network: Network) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of the pseudo-classifier, and the rest."""
+    head = [*network.classifier.parameters()]
+    return head, [x for name, x in network.named_parameters() if not name.startswith("classifier.")]
 
 
 def weights(state: State, config: Config, identity: dict, record: dict) -> dict:
@@ -515,6 +600,11 @@ def pack(state: State, config: Config, identity: dict, records: list[dict]) -> d
 
 
 # settings that change nothing, or, as the device, rounding alone; compiled dropout draws other numbers
+# settings that warm-up depends on
+WARMUP = {
+    *("seed", "embedding", "similarity", "reasoning_steps", "word_embedding", "dropout", "alpha", "mask_duplicates"),
+    *("warmup_epochs", "warmup_steps", "batch_size", "learning_rate", "clip", "precision", "compile"),
+}
 FREE = {"device", "workers", "log_every", "checkpoint_minutes", "evaluation_batch", "stop_after_bad_steps"}
 
 
@@ -522,14 +612,7 @@ def restore(state: State, saved: dict, config: Config, identity: dict, path: Pat
     """Fills the state, and returns the records of earlier epochs."""
     if "optimizers" not in saved:
         raise ValueError(f"{path} holds weights alone: they can be evaluated, but training cannot go on from them")
-    now = dataclasses.asdict(config)
-    changed = differences(*({k: _plain(v) for k, v in c.items() if k not in FREE} for c in (saved["config"], now)))
-    for name in ("train", "dev"):
-        changed += [f"{name} data, {line}" for line in differences(saved["data"][name], identity[name])]
-    if saved["data"]["words"] != identity["words"]:
-        changed.append(f"words in the vocabulary: {saved['data']['words']} -> {identity['words']}")
-    if changed:
-        raise ValueError(f"{path} was made with other settings or data: " + "; ".join(changed))
+    check_same(saved, config, identity, path, {field.name for field in dataclasses.fields(Config)} - FREE)
     for network, found in zip(state.networks, saved["networks"], strict=True):
         network.load_state_dict(found)
     for optimizer, found in zip(state.optimizers, saved["optimizers"], strict=True):
@@ -544,12 +627,44 @@ def restore(state: State, saved: dict, config: Config, identity: dict, path: Pat
     ]
     if saved["bank"]:
         found = saved["bank"]
-        state.bank = Bank(found["predictions"].to(device), found["pairs"].to(device), found["place"], found["filled"])
+        state.bank = Bank(
+            *(found[name].to(device) for name in ("predictions", "captions", "pairs")),
+            found["place"],
+            found["filled"],
+        )
     for name in ("epoch", "phase", "network", "step", "observations", "figures", "best", "best_epoch"):
         setattr(state, name, saved[name])
     state.sums = {group: {k: v.to(device) for k, v in parts.items()} for group, parts in saved["sums"].items()}
     state.bad_streak = None if saved["bad_streak"] is None else saved["bad_streak"].to(device)
     return saved["records"]
+
+
+def take_warmup(state: State, run: Path, config: Config, identity: dict, warmup: int) -> list[dict]:
+    """Weights at the end of another run's warm-up, and its records. The classifier has not been trained by then."""
+    path = run / "last.pt"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: train with epochs=0 first, which is warm-up alone")
+    saved = checkpoint.load(path)
+    check_same(saved, config, identity, path, WARMUP)
+    if (saved["epoch"], saved["phase"]) != (warmup, "divide"):
+        raise ValueError(f"{path} stands in epoch {saved['epoch'] + 1}, not at the end of {warmup} epochs of warm-up")
+    for network, found in zip(state.networks, saved["networks"], strict=True):
+        own = {name: value for name, value in network.state_dict().items() if name.startswith("classifier")}
+        network.load_state_dict({k: v for k, v in found.items() if not k.startswith("classifier")} | own)
+    state.epoch, state.best, state.best_epoch = saved["epoch"], saved["best"], saved["best_epoch"]
+    return saved["records"]
+
+
+def check_same(saved: dict, config: Config, identity: dict, path: Path, settings: set[str]) -> None:
+    """Raises if a checkpoint differs in any of these settings, or in its data."""
+    now = dataclasses.asdict(config)
+    changed = differences(*({k: _plain(v) for k, v in c.items() if k in settings} for c in (saved["config"], now)))
+    for name in ("train", "dev"):
+        changed += [f"{name} data, {line}" for line in differences(saved["data"][name], identity[name])]
+    if saved["data"]["words"] != identity["words"]:
+        changed.append(f"words in the vocabulary: {saved['data']['words']} -> {identity['words']}")
+    if changed:
+        raise ValueError(f"{path} was made with other settings or data: " + "; ".join(changed))
 
 
 def _plain(value):

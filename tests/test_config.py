@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pcsr_fast.config import Config, differences, from_dict, load
+from pcsr_fast.config import PRINTED, Config, differences, from_dict, load
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,15 @@ def test_wrong_values(name, value):
 def test_bank_holds_a_batch():
     with pytest.raises(ValueError, match="bank_size must be at least batch_size, got 127"):
         Config(rematch_scope="bank", bank_size=127)
-    assert Config(bank_size=127).bank_size == 127
+    assert Config(rematch_scope="batch", bank_size=127).bank_size == 127
+
+
+def test_paper_is_one_switch():
+    printed = Config(paper=True, epochs=7)
+    assert {name: getattr(printed, name) for name in PRINTED} == PRINTED
+    assert printed.epochs == 7
+    # every entry is a deviation
+    assert all(getattr(Config(), name) != value for name, value in PRINTED.items())
 
 
 def test_values_take_the_type_of_their_field():

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 
+from pcsr_fast.config import Config
 from pcsr_fast.data.loader import batches
 from pcsr_fast.division import (
     AMBIGUOUS,
@@ -14,6 +15,7 @@ from pcsr_fast.division import (
     REFINABLE,
     Division,
     Evaluation,
+    clean_posterior,
     divide,
     evaluate_pairs,
     first_tau,
@@ -62,6 +64,24 @@ def test_losses_that_are_not_finite(value):
     losses[[7, 9]] = value
     with pytest.raises(ValueError, match=r"the loss of pair 7 is .*, and 2 are not finite: training diverged"):
         mixture(losses)
+
+
+def test_agreement_of_labels_is_evidence():
+    rng = np.random.default_rng(0)
+    noisy = np.arange(400) < 160
+    # neither tells all pairs apart, and each errs on its own
+    losses = np.where(noisy ^ (rng.random(400) < 0.2), 0.8, 0.1) + 0.02 * rng.random(400)
+    likeness = np.where(noisy, 0.1, 0.7) + 0.02 * rng.random(400)
+    found = Evaluation(losses.astype(np.float32), None, None, likeness.astype(np.float32), 0.0, 0.0)
+    alone = clean_posterior(found, 2, Config(evidence="loss"))[0]
+    assert np.array_equal(alone, mixture(found.losses)[0])
+    both = clean_posterior(found, 2, Config())[0]
+    np.testing.assert_allclose(both, (alone + mixture(1 - found.likeness)[0]) / 2)
+    assert ((both > 0.5) == ~noisy).mean() > ((alone > 0.5) == ~noisy).mean()
+    # in the first epoch, for the method clean, and where predictions are all alike, the loss decides
+    flat = found._replace(likeness=np.full(400, 0.3, np.float32))
+    for evaluation, epoch, config in ((found, 1, Config()), (found, 2, Config(method="clean")), (flat, 2, Config())):
+        assert np.array_equal(clean_posterior(evaluation, epoch, config)[0], alone)
 
 
 def test_is_clean():
@@ -192,7 +212,7 @@ def run_pass(split, size=8, net=None, state=None, **changes):
 @pytest.mark.parametrize("mask", [True, False])
 def test_losses_of_pairs(mask):
     split = tiny.split(ratio=0.4)
-    found, _, net = run_pass(split, mask_duplicates=mask)
+    found, _, net = run_pass(split, mask_duplicates=mask, likeness_temperature=1.0)
     seen = 0
     for b in batches(split, 8, 3, 1, workers=0):
         images, captions = net.encode_images(b.features), net.encode_captions(b.tokens, b.offsets)

@@ -7,7 +7,7 @@ import tiny
 import torch
 from torch.nn.functional import leaky_relu
 
-from pcsr_fast.model import Captions, Images, Network, convert, in_slots, l2
+from pcsr_fast.model import Balance, Captions, Images, Network, convert, in_slots, l2
 
 REGIONS, WIDTH, WORDS = 5, 7, 30
 
@@ -73,7 +73,7 @@ def one_resampled(words, slots):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("classifier_input", ["regions", "pooled"])
+@pytest.mark.parametrize("classifier_input", ["set", "regions", "pooled"])
 def test_definition(classifier_input):
     net = made(classifier_input=classifier_input)
     features = torch.randn(4, REGIONS, WIDTH)
@@ -84,28 +84,32 @@ def test_definition(classifier_input):
     assert images.regions.shape == (4, REGIONS, 16)
     assert captions.words.shape == (sum(lengths), 16)
 
-    def head(x):
-        first, _, second = net.classifier
-        return second.weight @ torch.relu(first.weight @ x + first.bias) + second.bias
+    def head(elements, side):
+        """Logits of the mean of the elements' hidden vectors, standardised."""
+        first, second, norm = net.classifier.hidden, net.classifier.output, getattr(net.classifier, f"{side}_norm")
+        hidden = torch.stack([torch.relu(first.weight @ x + first.bias) for x in elements]).mean(0)
+        hidden = (hidden - norm.running_mean) / (norm.running_var + 1e-5).sqrt()
+        return second.weight @ hidden + second.bias
 
     for i in range(4):
         regions = torch.stack([unit(net.image.weight @ x + net.image.bias) for x in features[i]])
         whole = one_whole(net.image_pool, regions, True)
         torch.testing.assert_close(images.regions[i], regions)
         torch.testing.assert_close(images.whole[i], whole)
-        torch.testing.assert_close(p[i], head(whole if classifier_input == "pooled" else regions.flatten()))
+        seen = {"set": regions, "pooled": [whole], "regions": [regions.flatten()]}[classifier_input]
+        torch.testing.assert_close(p[i], head(seen, "image"))
     for c in range(len(lengths)):
         mine = slice(offsets[c], offsets[c + 1])
         words = one_caption(net, tokens[mine])
         whole = one_whole(net.caption_pool, words, False)
         torch.testing.assert_close(captions.words[mine], words)
         torch.testing.assert_close(captions.whole[c], whole)
-        slots = one_resampled(words, REGIONS).flatten()
-        torch.testing.assert_close(q[c], head(whole if classifier_input == "pooled" else slots))
+        seen = {"set": words, "pooled": [whole], "regions": [one_resampled(words, REGIONS).flatten()]}[classifier_input]
+        torch.testing.assert_close(q[c], head(seen, "caption"))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("classifier_input", ["regions", "pooled"])
+@pytest.mark.parametrize("classifier_input", ["set", "regions", "pooled"])
 def test_neighbours_do_not_matter(classifier_input):
     net = made(classifier_input=classifier_input)
     lengths = [4, 23, 1, 5, 6, 12]
@@ -165,7 +169,7 @@ def test_zero_vectors():
 def test_initial_values():
     torch.manual_seed(0)
     net = Network(tiny.config(embedding=32), REGIONS, WIDTH, 500)
-    linears = [net.image, net.classifier[0], net.classifier[2]]
+    linears = [net.image, net.classifier.hidden, net.classifier.output]
     linears += [layer for pool in (net.image_pool, net.caption_pool) for layer in (pool.local, pool.whole, pool.weight)]
     for layer in linears:
         assert (layer.bias == 0).all()
@@ -199,12 +203,50 @@ def test_shapes():
         "image_pool.local_norm.weight": [5], "image_pool.whole_norm.weight": [16],
         "caption_pool.weight.weight": [1, 16],
         "similarity.w_loc": [8, 16], "similarity.w_key": [2, 8, 8], "similarity.b_score": [1],
-        "classifier.0.weight": [12, 80], "classifier.2.weight": [8, 12],
+        "classifier.hidden.weight": [12, 16], "classifier.output.weight": [8, 12],
     }  # fmt: skip
     assert {name: shapes[name] for name in expected} == expected
     assert "caption_pool.local_norm.weight" not in shapes
-    pooled = Network(tiny.config(classifier_input="pooled"), REGIONS, WIDTH, WORDS)
-    assert [*pooled.classifier[0].weight.shape] == [12, 16]
+    for seen, width in (("pooled", 16), ("regions", 80)):
+        other = Network(tiny.config(classifier_input=seen), REGIONS, WIDTH, WORDS)
+        assert [*other.classifier.hidden.weight.shape] == [12, width]
+    plain = Network(tiny.config(classifier_norm=False), REGIONS, WIDTH, WORDS).classifier
+    assert isinstance(plain.image_norm, torch.nn.Identity)
+    assert isinstance(plain.caption_norm, torch.nn.Identity)
+
+
+def test_centred_labels_follow_the_running_mean():
+    balance, generator = Balance("centred", 4, 1), torch.Generator().manual_seed(0)
+    # class 2 is nearly always the largest
+    logits = torch.randn(64, 4, generator=generator) + torch.tensor([0.0, 0.0, 4.0, 0.0])
+    assert logits.argmax(1).bincount(minlength=4)[2] > 60
+    mean = torch.full((4,), 0.25)
+    for _ in range(500):
+        found = balance(logits)
+        mean = 0.99 * mean + 0.01 * logits.softmax(1).mean(0)
+        torch.testing.assert_close(found, logits.log_softmax(1) - mean.log(), rtol=1e-4, atol=1e-4)
+    assert found.argmax(1).bincount(minlength=4)[2] < 45
+    assert torch.equal(Balance("argmax", 4, 1)(logits), logits)
+
+
+def test_balanced_labels_by_sinkhorn():
+    balance, generator = Balance("balanced", 4, 40), torch.Generator().manual_seed(0)
+    seen = [torch.randn(16, 4, generator=generator) + torch.tensor([0.0, 0.0, 1.0, 0.0]) for _ in range(4)]
+    for logits in seen:
+        found = balance(logits)
+    # the last forty, newest batch first; rows and columns of exp(20 x) scaled in turn, rows last but one
+    recent = torch.cat(seen[::-1])[:40].double()
+    table, by_class = torch.exp(20 * (recent - recent.max())), torch.ones(4, dtype=torch.float64)
+    for _ in range(3):
+        by_row = 1 / (table * by_class).sum(1, keepdim=True)
+        by_class = 1 / (table * by_row).sum(0)
+    shift = (by_class.log() / 20).float()
+    torch.testing.assert_close(found - found.mean(), (seen[3] + shift) - (seen[3] + shift).mean(), rtol=1e-3, atol=1e-3)
+    used = [x.argmax(1).bincount(minlength=4) for x in (recent, recent + shift)]
+    assert used[1].max() < used[0].max()
+    # before the queue is full, rows that were never filled say nothing
+    early = Balance("balanced", 4, 1000)
+    torch.testing.assert_close(early(seen[0]), Balance("balanced", 4, 16)(seen[0]))
 
 
 def published(dim=16, nodes=8, steps=2):

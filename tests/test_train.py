@@ -20,6 +20,7 @@ from conftest import ROOT
 from pcsr_fast import checkpoint, use_backend
 from pcsr_fast import train as module
 from pcsr_fast.data.loader import captions_of
+from pcsr_fast.data.overlap import word_weights
 from pcsr_fast.division import CLEAN, REFINABLE, Division
 from pcsr_fast.ops import adaptive_margin
 from pcsr_fast.train import (
@@ -461,6 +462,8 @@ def test_a_network_trains_on_the_division_of_the_other():
         (dict(clean_margin="agreement", mask_duplicates=False, evaluation_negatives=3), None),
         (dict(rematch_scope="bank", bank_size=24, negatives_ramp=True), None),
         (dict(classifier_input="pooled"), None),
+        (dict(assignment="balanced", assignment_queue=20, classifier_gradient=True), None),
+        (dict(paper=True), {"clean_loss", "refinable_loss", "ambiguous_loss"}),
     ],
     ids=str,
 )
@@ -473,11 +476,11 @@ def test_switches_run(tmp_path, spy, monkeypatch, changes, losses):
     if changes.get("method") == "sgr":
         assert {a[2] for _, a in spy} == {"hardest"}
         assert "A_clean_pairs" not in found
-    weights = [last(tmp_path)["networks"][k]["classifier.0.weight"] for k in range(2)]
+    weights = [last(tmp_path)["networks"][k]["classifier.hidden.weight"] for k in range(2)]
     start = new_state(tiny.config(**changes), tiny.split(), tiny.WORDS, "cpu")
     for weight, network in zip(weights, start.networks, strict=True):
         # sgr and clean have no use for the classifier
-        assert torch.equal(weight, network.classifier[0].weight) == (changes.get("method") in ("sgr", "clean"))
+        assert torch.equal(weight, network.classifier.hidden.weight) == (changes.get("method") in ("sgr", "clean"))
 
 
 def test_subsets_too_small_are_skipped(spy):
@@ -496,11 +499,56 @@ def test_subsets_too_small_are_skipped(spy):
     assert [name for name, _ in spy[3:]] == ["plain_loss"]
 
 
+@pytest.mark.parametrize("changes", [dict(), dict(method="sgr"), dict(classes=4, classifier_input="regions")], ids=str)
+def test_a_shared_warmup_is_the_same(tmp_path, changes):
+    plan = dict(warmup_epochs=2, epochs=1, refinable_from=1)
+    run(tmp_path / "whole", **plan, **changes)
+    run(tmp_path / "warmup", **plan | dict(epochs=0), method="sgr")
+    split, dev = tiny.split(8, 0.4), tiny.split(6, name="dev")
+    config = tiny.config(**plan, **changes)
+    train(config, split, dev, tiny.WORDS, tmp_path / "rest", report=lambda s: None, warmed=tmp_path / "warmup")
+    whole, rest = last(tmp_path / "whole"), last(tmp_path / "rest")
+    assert same(whole["networks"], rest["networks"])
+    assert same(whole["optimizers"], rest["optimizers"])
+    assert [r["epoch"] for r in rest["records"]] == [1, 2, 3]
+    assert whole["best"] == rest["best"]
+    assert (tmp_path / "rest" / "best.pt").exists()
+
+
+def test_another_warmup_is_refused(tmp_path):
+    run(tmp_path / "warmup", epochs=0, method="sgr", warmup_epochs=1)
+    split, dev = tiny.split(8, 0.4), tiny.split(6, name="dev")
+
+    def begin(warmed, split=split, **changes):
+        config = tiny.config(**dict(warmup_epochs=1) | changes)
+        train(config, split, dev, tiny.WORDS, tmp_path / "new", report=lambda s: None, warmed=warmed)
+
+    with pytest.raises(ValueError, match="other settings or data: seed: 0 -> 1"):
+        begin(tmp_path / "warmup", seed=1)
+    with pytest.raises(ValueError, match="train data, noise"):
+        begin(tmp_path / "warmup", split=tiny.split(8, 0.2))
+    with pytest.raises(FileNotFoundError, match="train with epochs=0 first"):
+        begin(tmp_path / "nowhere")
+    run(tmp_path / "over", warmup_epochs=1, epochs=1)
+    with pytest.raises(ValueError, match="stands in epoch 3, not at the end of 1 epochs"):
+        begin(tmp_path / "over")
+
+
+def test_labels_count_from_the_second_epoch(tmp_path):
+    for first, counted in ((1, 3), (2, 2)):
+        run(tmp_path / str(first), warmup_epochs=0, epochs=3, tally_from=first)
+        saved = last(tmp_path / str(first))
+        assert saved["observations"] == counted
+        counts = saved["tallies"][0][0]
+        assert (counts.sum(1) == counted).all()
+
+
 # losses
 
 
-def by_formula(scores, margin, images=None, captions=None):
+def by_formula(scores, margin, images=None, captions=None, weight=None):
     """Sum of hardest hinges over rows and columns, with loops."""
+    weight = torch.ones(len(scores)) if weight is None else weight
     n, total = len(scores), 0.0
     for i in range(n):
         rivals = [
@@ -509,7 +557,7 @@ def by_formula(scores, margin, images=None, captions=None):
         ]  # fmt: skip
         for other in ([scores[i, j] for j in rivals], [scores[j, i] for j in rivals]):
             if other:
-                total = total + torch.relu(margin[i] + torch.stack(other).max() - scores[i, i])
+                total = total + weight[i] * torch.relu(margin[i] + torch.stack(other).max() - scores[i, i])
     return total
 
 
@@ -565,62 +613,122 @@ def test_plain_loss(mode, mask):
     check(plain_loss(network, b, mode, 0, config), expected, network)
 
 
+# the losses as printed, and as they are by default
+FORMS = {
+    "printed": dict(both_sides=False, assignment="argmax", likeness_temperature=1.0, noisy_weight="one",
+                    classifier_gradient=True, negatives_ramp=False, rematch_by="images"),
+    "default": dict(negatives_ramp=False),
+}  # fmt: skip
+
+
+def formed(form, **changes):
+    """A network whose classes are used unevenly, and its configuration."""
+    network = tiny.network(**FORMS[form])
+    with torch.no_grad():
+        network.classifier.output.weight.mul_(0.05)
+        network.classifier.output.bias.copy_(torch.linspace(0, 0.02, 8))
+    return network, tiny.config(**FORMS[form], **changes)
+
+
+def sharp(p, config):
+    """The softmax that S_p is taken of."""
+    return (p.log() / config.likeness_temperature).softmax(1)
+
+
+def label(p, config):
+    """The class that each prediction stands for; centred: after one batch."""
+    mean = torch.full_like(p[0], 1 / p.shape[1]).lerp(p.mean(0), 0.01)
+    return (p / mean if config.assignment == "centred" else p).argmax(1)
+
+
+def both(config, image, caption):
+    return image + caption if config.both_sides else image
+
+
+@pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("margin", ["one", "posterior", "agreement"])
-def test_clean_loss(margin):
-    network, split = tiny.network(), tiny.split()
-    config = tiny.config(clean_margin=margin, **LAMBDAS)
+def test_clean_loss(margin, form):
+    (network, config), split = formed(form, clean_margin=margin, **LAMBDAS), tiny.split()
     b, bank = tiny.batch(split, PAIRS), Bank.empty(config, "cpu")
     posterior = np.random.default_rng(0).random(60).astype(np.float32)
     division = Division(posterior, None, None, 0.0)
     scores, p, q = encoded(network, b)
-    y = dict(one=torch.ones(8), posterior=torch.from_numpy(posterior[PAIRS]), agreement=cosine(p, q))[margin]
-    ce = -p[torch.arange(8), q.argmax(1)].log().mean()
+    likeness = cosine(sharp(p, config), sharp(q, config))
+    y = dict(one=torch.ones(8), posterior=torch.from_numpy(posterior[PAIRS]), agreement=likeness)[margin]
+    rows = torch.arange(8)
+    ce = both(config, -p[rows, label(q, config)].log().mean(), -q[rows, label(p, config)].log().mean())
     triplet = by_formula(scores, margin_of(y), b.images, b.pairs)
     parts = clean_loss(network, b, division, bank, 1, config)
-    check(parts, 0.7 * triplet + 1.3 * ce - 3.0 * entropy_of(p), network)
+    check(parts, 0.7 * triplet + 1.3 * ce - 3.0 * both(config, entropy_of(p), entropy_of(q)), network)
     torch.testing.assert_close(parts["ce"], ce, rtol=1e-4, atol=1e-5)
-    assert bank.pairs.tolist() == PAIRS
+    assert bank.pairs[:8].tolist() == PAIRS
     # the method clean: the triplet alone
     alone = clean_loss(network, b, division, bank, 1, replace(config, method="clean", clean_margin="one"))
     scores, _, _ = encoded(network, b)
     check(alone, 0.7 * by_formula(scores, torch.full((8,), 0.2), b.images, b.pairs), network)
 
 
-def test_ambiguous_loss():
-    network, config = tiny.network(), tiny.config(gamma=0.6, **LAMBDAS)
+@pytest.mark.parametrize("form", [*FORMS])
+def test_ambiguous_loss(form):
+    network, config = formed(form, gamma=0.6, **LAMBDAS)
     b = tiny.batch(tiny.split(), PAIRS)
     scores, p, q = encoded(network, b)
     rows = torch.arange(8)
-    gce = ((1 - p[rows, q.argmax(1)] ** 0.6) / 0.6 + (1 - q[rows, p.argmax(1)] ** 0.6) / 0.6).mean()
-    triplet = by_formula(scores, margin_of(cosine(p, q)), b.images, b.pairs)
-    check(ambiguous_loss(network, b, 1, config), 0.7 * triplet + 0.9 * gce - 3.0 * entropy_of(p), network)
+    gce = ((1 - p[rows, label(q, config)] ** 0.6) / 0.6 + (1 - q[rows, label(p, config)] ** 0.6) / 0.6).mean()
+    y = cosine(sharp(p, config), sharp(q, config)).detach()
+    weight = y if form == "default" else torch.ones(8)
+    triplet = by_formula(scores, margin_of(y), b.images, b.pairs, weight)
+    expected = 0.7 * triplet + 0.9 * gce - 3.0 * both(config, entropy_of(p), entropy_of(q))
+    check(ambiguous_loss(network, b, None, None, None, 1, config), expected, network)
 
 
+@pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("mask", [True, False])
-def test_refinable_loss(mask):
-    network, split, config = tiny.network(), tiny.split(), tiny.config(mask_duplicates=mask)
+def test_refinable_loss(mask, form):
+    network, split = tiny.network(**FORMS[form]), tiny.split()
+    config = tiny.config(mask_duplicates=mask, **FORMS[form])
     with torch.no_grad():
-        network.classifier[2].weight.mul_(30)  # predictions that differ
+        network.classifier.output.weight.mul_(3)  # predictions that differ
     clean, b = tiny.batch(split, [3, 14, 29, 37, 48, 58]), tiny.batch(split, PAIRS)
     bank = Bank.empty(config, "cpu")
-    _, theirs, _ = encoded(network, clean)
-    bank.put(network.image_logits(network.encode_images(clean.features)), clean.pairs)
+    _, theirs, captions = encoded(network, clean)
+    bank.put(theirs.log(), captions.log(), clean.pairs, config)
     images = network.encode_images(b.features)
     p = network.image_logits(images).softmax(1)
-    similar = torch.stack([cosine(x, theirs) for x in p])
+    similar = torch.stack([cosine(x, sharp(theirs, config)) for x in sharp(p, config)])
+    if form == "default":
+        similar = similar * torch.stack([cosine(x, sharp(captions, config)) for x in sharp(p, config)])
     likeness, at = similar.max(1)
     matched = clean.pairs[at]
     assert len(set(matched.tolist())) > 1
     tokens, offsets = captions_of(split, matched.numpy())
     scores = network.similarity(images, network.encode_captions(tokens, offsets))
     ids = (b.images, matched) if mask else (None, None)
-    check(refinable_loss(network, b, split, bank, 1, config), by_formula(scores, margin_of(likeness), *ids), network)
+    weight = likeness.detach() if form == "default" else torch.ones(8)
+    parts = refinable_loss(network, b, split, bank, word_weights(split, tiny.WORDS), 1, config)
+    check(parts, by_formula(scores, margin_of(likeness), *ids, weight), network)
+    # the share of the words of each new caption that its image's own captions have, by weight
+    weights, shares = word_weights(split, tiny.WORDS), []
+    for image, pair in zip(b.images.tolist(), matched.tolist(), strict=True):
+        own = {t for c in np.flatnonzero(split.true_image == image) for t in split.caption(c).tolist()}
+        new = split.caption(pair).tolist()
+        shares.append(sum(weights[t] for t in new if t in own) / sum(weights[t] for t in new))
+    assert parts["overlap"].item() == pytest.approx(np.mean(shares), rel=1e-5)
+
+
+def test_a_detached_classifier_trains_alone():
+    b = tiny.batch(tiny.split(), PAIRS)
+    for joint in (False, True):
+        network = tiny.network(classifier_gradient=joint)
+        _, p, q = encoded(network, b)
+        touched = {name.split(".")[0] for name in gradients((p * q).sum(), network)}
+        assert (touched == {"classifier"}) != joint
 
 
 def test_the_ramp_of_negatives():
     config = tiny.config(negatives_ramp=True, batch_size=20)
     assert [negatives(epoch, config) for epoch in (-1, 0, 1, 2, 3, 4)] == [20, 20, 4, 8, 16, 20]
-    assert negatives(1, tiny.config()) == 8
+    assert negatives(1, tiny.config(negatives_ramp=False)) == 8
     network, b = tiny.network(), tiny.batch(tiny.split(), [*range(0, 60, 6)])
     scores, _, _ = encoded(network, b)
     images, captions = network.encode_images(b.features), network.encode_captions(b.tokens, b.offsets)
@@ -683,18 +791,19 @@ def logits_of(*classes, k=8):
 
 
 def test_bank_matches_the_nearest():
-    bank = Bank.empty(tiny.config(), "cpu")
+    config = tiny.config(rematch_scope="batch", likeness_temperature=1.0, rematch_by="images")
+    bank = Bank.empty(config, "cpu")
     generator = torch.Generator().manual_seed(0)
     theirs, own = torch.randn(8, 8, generator=generator) * 3, torch.randn(5, 8, generator=generator) * 3
-    bank.put(theirs, torch.arange(20, 28))
-    pairs, likeness = bank.match(own)
+    bank.put(theirs, theirs, torch.arange(20, 20 + 8), config)
+    pairs, likeness = bank.match(own, config)
     similar = torch.stack([cosine(x, theirs.softmax(1)) for x in own.softmax(1)])
     torch.testing.assert_close(likeness, similar.max(1).values)
     assert pairs.tolist() == (similar.argmax(1) + 20).tolist()
     # NaN is no match
     bank.predictions[3] = torch.nan
     similar[:, 3] = -1
-    assert bank.match(own)[0].tolist() == (similar.argmax(1) + 20).tolist()
+    assert bank.match(own, config)[0].tolist() == (similar.argmax(1) + 20).tolist()
 
 
 def test_bank_of_one_step_forgets():
@@ -703,10 +812,14 @@ def test_bank_of_one_step_forgets():
     assert bank.filled == 0
     for step, (size, first) in enumerate(((8, 100), (3, 200))):
         bank.forget(config)
-        bank.put(logits_of(*range(step, step + size) if size < 8 else range(8)), torch.arange(first, first + size))
+        bank.put(
+            *[logits_of(*range(step, step + size) if size < 8 else range(8))] * 2,
+            torch.arange(first, first + size),
+            config,
+        )
     assert bank.filled == 3
     # class 7 was of the step before
-    assert {*bank.match(logits_of(7, 0, 2))[0].tolist()} <= {200, 201, 202}
+    assert {*bank.match(logits_of(7, 0, 2), config)[0].tolist()} <= {200, 201, 202}
 
 
 def test_ring_overwrites_the_oldest():
@@ -714,11 +827,11 @@ def test_ring_overwrites_the_oldest():
     bank = Bank.empty(config, "cpu")
     for start in (0, 4, 8):
         bank.forget(config)
-        bank.put(logits_of(*[start // 4] * 4), torch.arange(start, start + 4))
+        bank.put(*[logits_of(*[start // 4] * 4)] * 2, torch.arange(start, start + 4), config)
     assert sorted(bank.pairs.tolist()) == [*range(2, 12)]
     assert bank.filled == 10
-    assert bank.match(logits_of(1, 2))[0].tolist()[0] in range(4, 8)
-    assert bank.match(logits_of(0))[0].tolist()[0] in (2, 3)
+    assert bank.match(logits_of(1, 2), config)[0].tolist()[0] in range(4, 8)
+    assert bank.match(logits_of(0), config)[0].tolist()[0] in (2, 3)
 
 
 # all of it

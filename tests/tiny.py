@@ -34,7 +34,7 @@ def network(seed=0, regions=9, width=70, words=WORDS, **changes) -> Network:
     torch.manual_seed(seed)
     made = Network(config(**changes), regions, width, words)
     for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
-        if tensor.is_floating_point() and (name.endswith(("bias", "mean")) or "b_" in name):
+        if tensor.is_floating_point() and (name.endswith(("bias", "running_mean")) or "b_" in name):
             torch.nn.init.normal_(tensor, std=0.3)
         elif name.endswith("running_var"):
             torch.nn.init.uniform_(tensor, 0.5, 2)

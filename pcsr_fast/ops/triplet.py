@@ -16,20 +16,25 @@ def triplet(
     mode: Mode = "hardest",
     image_ids: Tensor | None = None,  # [B]
     caption_ids: Tensor | None = None,  # [B]
+    weight: Tensor | None = None,  # [B]
 ) -> Tensor:
     """Triplet loss of a batch whose rows are images, columns captions and positives on the diagonal.
 
     hardest: sum over the batch of the largest hinge in each row and in each column; mean: of their mean over the batch;
     per_pair: that mean for each pair, [B], not summed. The margin, a number or one for each positive pair [B], is that
     of the positive pair in both directions, and carries no gradient. Pairs that share an image id or a caption id are
-    not each other's negatives. Ties of the hardest negative go to the lowest index. NaN among the scores raises on the
-    CPU; on CUDA, where looking would stall the device, it makes the loss NaN.
+    not each other's negatives. A weight multiplies the loss of its positive pair in both directions. Ties of the
+    hardest negative go to the lowest index. NaN among the scores raises on the CPU; on CUDA, where looking would stall
+    the device, it makes the loss NaN.
 
     >>> scores = torch.tensor([[0.9, 0.3], [0.8, 0.7]])
     >>> triplet(scores, torch.tensor([0.2, 0.1]))  # row 1: 0.1 + 0.8 - 0.7; column 0: 0.2 + 0.8 - 0.9
     tensor(0.3000)
     """
     total, pair_loss, _, _ = _run(scores, margin, mode, image_ids, caption_ids)
+    if weight is not None:
+        pair_loss = pair_loss * weight
+        total = pair_loss.sum()
     return pair_loss if mode == "per_pair" else total
 
 
