@@ -1,0 +1,177 @@
+"""`python -m bench.experiments`: retrieval under noise; what each part of the method is worth, to a CSV and a table.
+
+Runs are resumable: stopped or killed, the same command goes on. Runs of the same noise and seed share one warm-up.
+The best epoch is chosen on dev; test is looked at once, when a run has ended.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.measure import RESULTS
+from pcsr_fast.config import PRINTED, Config
+
+SCHEDULE = dict(batch_size=32, warmup_steps=0, refinable_from=3, device="cpu")
+SETTINGS = {
+    "sample": dict(embedding=128, similarity=32, warmup_epochs=8, epochs=6, ambiguous_from=5, target_epochs=6),
+    "folder": dict(embedding=256, similarity=64, warmup_epochs=5, epochs=4, ambiguous_from=4, target_epochs=4),
+}
+DEV_IMAGES, TEST_IMAGES = 300, 500  # of a folder
+COLUMNS = ("data", "noise", "variant", "seed", "best_epoch", "dev_rsum", "test_rsum")
+RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
+FIGURES = ("A_split_precision", "A_split_recall", "A_split_auc", "A_classes_in_use", "A_largest_class",
+           "A_random_likeness", "A_agreement_clean", "A_agreement_noisy", "A_refinable_overlap",
+           "A_ambiguous_overlap")  # fmt: skip
+
+
+class Task(NamedTuple):
+    noise: float
+    variant: str
+    seed: int
+    settings: dict
+
+    def name(self) -> str:
+        return f"{self.noise}-{self.seed}-{self.variant}"
+
+
+MAIN = [
+    Task(0.0, "sgr", 0, dict(method="sgr")),
+    *(Task(0.4, name, seed, dict(method=name)) for seed in (0, 1) for name in ("pcsr", "clean", "sgr")),
+    Task(0.4, "pcsr as printed", 0, dict(paper=True)),
+    *(Task(noise, name, 0, dict(method=name)) for noise in (0.2, 0.6) for name in ("pcsr", "sgr")),
+]
+ABLATIONS = [
+    Task(0.4, "subsets: clean", 0, dict(subsets=("clean",))),
+    Task(0.4, "subsets: clean, ambiguous", 0, dict(subsets=("clean", "ambiguous"))),
+    Task(0.4, "subsets: clean, refinable", 0, dict(subsets=("clean", "refinable"))),
+    Task(0.4, "all noisy pairs refinable", 0, dict(noisy_treatment="refinable")),
+    Task(0.4, "all noisy pairs ambiguous", 0, dict(noisy_treatment="ambiguous")),
+    *(Task(0.4, f"K = {k}", 0, dict(classes=k)) for k in (32, 64, 128, 512)),
+]
+# each deviation from the paper taken back alone
+DEVIATIONS = [Task(0.4, f"{name} = {value}", 0, {name: value}) for name, value in PRINTED.items()]
+
+
+def tasks_of(data: str) -> list[Task]:
+    return MAIN + ABLATIONS + DEVIATIONS if data == "sample" else MAIN
+
+
+def open_data(data: str, noise_ratio: float):
+    """Train with noise, dev and test, and the number of words."""
+    from pcsr_fast.data import Vocabulary, noise, open_split
+    from pcsr_fast.data.folder import find_vocabulary
+    from pcsr_fast.data.sample import sample_split, sample_vocabulary
+
+    if data == "sample":
+        train, dev, test = (sample_split(name) for name in ("train", "dev", "test"))
+        words = len(sample_vocabulary())
+    else:
+        train, dev = open_split(data, "train"), open_split(data, "dev", dev_images=DEV_IMAGES)
+        test = open_split(data, "test").head(TEST_IMAGES)
+        words = len(Vocabulary.load(find_vocabulary(Path(data), None, None)))
+    if noise_ratio:
+        file = Path(data) / "noise_index" / f"{Path(data).name}_{noise_ratio}.npy"
+        sizes = train.images, len(train)
+        index = noise.load(file, *sizes) if file.exists() else noise.draw(*sizes, noise_ratio, seed=0)
+        train = train.with_noise(index)
+    return train, dev, test, words
+
+
+def config_of(data: str, task: Task) -> Config:
+    kind = "sample" if data == "sample" else "folder"
+    return Config(seed=task.seed, **SCHEDULE | SETTINGS[kind] | task.settings)
+
+
+def run_task(data: str, task: Task, runs: Path) -> None:
+    """Trains from the shared warm-up and tests the best epoch; does nothing if that is done."""
+    import torch
+
+    from pcsr_fast import checkpoint
+    from pcsr_fast.evaluate import evaluate
+    from pcsr_fast.model import Network
+    from pcsr_fast.train import train
+
+    folder, warmed = runs / task.name(), runs / f"{task.noise}-{task.seed}-warmup"
+    if (folder / "result.json").exists():
+        return
+    torch.set_num_threads(1)
+    train_split, dev, test, words = open_data(data, task.noise)
+    started = time.monotonic()
+    if task.variant == "warmup":
+        train(config_of(data, task), train_split, dev, words, folder)
+        (folder / "result.json").write_text("{}")
+        return
+    config = config_of(data, task)
+    best = train(config, train_split, dev, words, folder, warmed=warmed)
+    networks = []
+    for weights in checkpoint.load(folder / "best.pt")["networks"]:
+        network = Network(config, train_split.regions, train_split.width, words)
+        # the best epoch may be one of the shared warm-up, in which the classifier had no part
+        kept = {name: x for name, x in network.state_dict().items() if name.startswith("classifier.")}
+        network.load_state_dict({k: v for k, v in weights.items() if not k.startswith("classifier.")} | kept)
+        networks.append(network)
+    found = evaluate(networks, test)["mean"]
+    final = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][-1]
+    row = dict(zip(COLUMNS, (Path(data).name, *task[:3], best["epoch"], best["rsum"], found["rsum"]), strict=True))
+    row |= {f"test_{name}": found[name] for name in RECALLS}
+    row |= {f"final_{name}": final[name] for name in FIGURES if name in final}
+    row["minutes"] = (time.monotonic() - started) / 60
+    (folder / "result.json").write_text(json.dumps(row))
+
+
+def gather(runs: Path, path: Path) -> list[dict]:
+    """All results so far, in the order of the tasks, into one CSV."""
+    names = [task.name() for task in MAIN + ABLATIONS + DEVIATIONS]
+    found = [json.loads(f.read_text()) for n in dict.fromkeys(names) if (f := runs / n / "result.json").exists()]
+    columns = [*COLUMNS, *(f"test_{x}" for x in RECALLS), *(f"final_{x}" for x in FIGURES), "minutes"]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in found)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.experiments", description=__doc__.split("\n")[0])
+    parser.add_argument("data", help="sample, or a folder of precomputed features")
+    parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="where runs are kept")
+    parser.add_argument("--only", action="append", help="only variants with this in their name; may be repeated")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, a thread each")
+    parser.add_argument("--gather", action="store_true", help="write what is there, and train nothing")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    runs = options.runs / Path(options.data).name
+    tasks = [t for t in tasks_of(options.data) if not options.only or any(x in t.name() for x in options.only)]
+    warmups = {(t.noise, t.seed): Task(t.noise, "warmup", t.seed, dict(method="sgr", epochs=0)) for t in tasks}
+    if options.one:
+        run_task(options.data, next(t for t in [*warmups.values(), *tasks] if t.name() == options.one), runs)
+        return 0
+
+    def start(task: Task) -> int:
+        folder = runs / task.name()
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "bench.experiments", options.data, "--runs", str(options.runs)]
+        with (folder / "output.txt").open("a") as output:
+            code = subprocess.run([*command, "--one", task.name()], stdout=output, stderr=output).returncode
+        print(f"{task.name()}: {'done' if not code else f'failed, see {output.name}'}", flush=True)
+        return code
+
+    codes = []
+    for stage in () if options.gather else ([*warmups.values()], tasks):
+        with ThreadPoolExecutor(options.jobs) as pool:
+            codes += pool.map(start, stage)
+    rows = gather(runs, RESULTS / f"noise_{Path(options.data).name}.csv")
+    for row in rows:
+        print(f"{row['noise']:>4}  {row['variant']:28} seed {row['seed']}  test rsum {row['test_rsum']:.1f}")
+    return 1 if any(codes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
