@@ -17,6 +17,8 @@ from pcsr_fast.model import Network
 from pcsr_fast.ops import TallyState, label_similarity, tally, triplet
 
 CLEAN, REFINABLE, AMBIGUOUS = range(3)
+# losses that the mixture is fitted to and applied to at a time: scikit-learn takes 150 bytes for each
+AT_ONCE = 1_000_000
 
 
 class Evaluation(NamedTuple):
@@ -124,7 +126,10 @@ def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Ten
 
 
 def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N], [2, 3]
-    """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses."""
+    """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses.
+
+    Of more than a million losses every second, third, ... is fitted to, as many as make at most a million.
+    """
     from sklearn.mixture import GaussianMixture
 
     if not np.isfinite(losses).all():
@@ -138,11 +143,19 @@ def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N],
             f"all {len(losses)} pairs have the same loss {low:.6g}: training collapsed, nothing tells pairs apart; "
             "train longer before the division (warmup_steps) or with negatives_ramp"
         )
-    scaled = ((losses - low) / (high - low)).astype(np.float64)[:, None]
-    model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0).fit(scaled)
+
+    def scaled(some: np.ndarray) -> np.ndarray:
+        return ((some - low) / (high - low)).astype(np.float64)[:, None]
+
+    model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0)
+    model.fit(scaled(losses[:: -(-len(losses) // AT_ONCE)]))
     order = np.argsort(model.means_[:, 0])
     components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0, 0])], 1)[order]
-    return model.predict_proba(scaled)[:, order[0]].astype(np.float32), components
+    posterior = np.empty(len(losses), np.float32)
+    for start in range(0, len(losses), AT_ONCE):
+        rows = slice(start, start + AT_ONCE)
+        posterior[rows] = model.predict_proba(scaled(losses[rows]))[:, order[0]]
+    return posterior, components
 
 
 def is_clean(posterior: np.ndarray) -> np.ndarray:  # bool [N]
