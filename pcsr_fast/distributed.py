@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -234,17 +235,19 @@ class BatchNorm(nn.BatchNorm1d):
 
     counts: list[int] | None = None
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, x: Tensor) -> Tensor:  # [B, C] or [B, C, L]
-        if self.counts is None or not self.training:
-            return super().forward(x)
+        return super().forward(x) if self.counts is None or not self.training else self.over_ranks(x)
+
+    @torch.compiler.disable
+    def over_ranks(self, x: Tensor) -> Tensor:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         others = [d for d in range(x.dim()) if d != 1]
         own = wide.mean(others)
         squares = (wide - _along(own, x)).square().sum(others)
         means, squares = gather(torch.stack([own, squares])[None], [1] * size()).unbind(1)  # [ranks, C]
-        n = torch.tensor(self.counts, device=x.device, dtype=wide.dtype)[:, None] * (x.shape[2] if x.dim() == 3 else 1)
-        count = sum(self.counts) * (x.shape[2] if x.dim() == 3 else 1)
+        each = x.shape[2] if x.dim() == 3 else 1
+        n = torch.tensor([rows * each for rows in self.counts], device=x.device, dtype=wide.dtype)[:, None]
+        count = sum(self.counts) * each
         mean = (n * means).sum(0) / count
         variance = (squares + n * (means - mean).square()).sum(0) / count
         with torch.no_grad():
@@ -278,6 +281,7 @@ class Shared:
 
     def encode_captions(self, tokens: Tensor, offsets: Tensor):
         """Of the tokens of all rows, those of this rank's."""
+        self.offsets = offsets
         own = offsets[self.rows.start : self.rows.stop + 1]
         return self.network.encode_captions(tokens[int(own[0]) : int(own[-1])], own - own[0])
 
@@ -289,11 +293,11 @@ class Shared:
 
     def similarity(self, images, captions) -> Tensor:  # [B, B]
         """This rank scores its images with the captions of all."""
-        lengths = _gather(captions.offsets.diff(), self.counts)
-        words = [int(x.sum()) for x in lengths.split(self.counts)]
+        ends = self.offsets.tolist()
+        words = [ends[stop] - ends[start] for start, stop in pairwise([0, *accumulate(self.counts)])]
         everyone = captions._replace(
             words=gather(captions.words, words),
-            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            offsets=self.offsets,
             whole=gather(captions.whole, self.counts),
         )
         shape = (len(images.whole), sum(self.counts))

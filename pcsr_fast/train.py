@@ -87,7 +87,8 @@ def train(
 
     The folder gets `config.json`, `log.jsonl` with a record for every epoch, `last.pt` and `best.pt`, and `noise.npy`,
     the image of every caption as trained on. `words` is the size of the vocabulary. resume: auto goes on from
-    `last.pt` if it is there, must demands it, never refuses to overwrite it.
+    `last.pt` if it is there, must demands it, never refuses to overwrite it. Under torchrun all ranks train
+    together, and each returns the record.
     """
     run = Path(run)
     check_data(config, train_split, dev_split, words)
@@ -103,6 +104,7 @@ def train(
 
 
 def _train(config, train_split, dev_split, words, run, resume, report, device) -> dict[str, float]:
+    """What every rank does; rank 0 alone writes and reports."""
     first = distributed.rank() == 0
     report = report if first else lambda line: None
     check_ranks(config)
@@ -211,7 +213,7 @@ def check_ranks(config: Config) -> None:
 
 
 def least_rows(config: Config) -> int:
-    """How many rows of a batch make it worth sharing, for each rank: a pair needs a negative."""
+    """How many rows each rank must have for a batch to be shared: among its own alone a pair needs a negative."""
     return 2 if config.negatives == "local" else 1
 
 
@@ -612,12 +614,7 @@ def pack(state: State, config: Config, identity: dict, records: list[dict]) -> d
 
 # settings that change nothing, or, as the device, rounding alone; compiled dropout draws other numbers
 FREE = {
-    "device",
-    "workers",
-    "log_every",
-    "checkpoint_minutes",
-    "evaluation_batch",
-    "stop_after_bad_steps",
+    *("device", "workers", "log_every", "checkpoint_minutes", "evaluation_batch", "stop_after_bad_steps"),
     "wait_minutes",
 }
 

@@ -128,7 +128,7 @@ def _act(what: str) -> None:
     if what.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, what))
     elif what == "sleep":
-        time.sleep(8)
+        time.sleep(12)
     else:
         raise OSError(what)
 

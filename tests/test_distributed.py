@@ -125,9 +125,9 @@ def test_nan_on_one_rank_is_skipped_by_all(tmp_path, negatives):
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     act = dict(rank=1, step=3, do="sleep")
-    errors = run_ranks(record, 2, tmp_path, UNEVEN | dict(wait_minutes=0.05), None, act)
+    errors = run_ranks(record, 2, tmp_path, UNEVEN | dict(wait_minutes=0.1), None, act)
     assert "RankError: rank 0 of 2, in train A, epoch 1: all_gather failed after" in errors[0]
-    assert "s of at most 3 s (wait_minutes); another rank hangs or has ended" in errors[0]
+    assert "s of at most 6 s (wait_minutes); another rank hangs or has ended" in errors[0]
     # came too late
     assert "RankError: rank 1 of 2" in errors[1]
 

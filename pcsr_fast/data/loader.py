@@ -67,7 +67,10 @@ def batches(
         raise ValueError(f"{split.name}: start is {start}, but the epoch has {per_pass} batches")
     device = torch.device(device)
     dtype = torch.float16 if keep_float16 and split.features.dtype == np.float16 else torch.float32
-    buffers = _Buffers((min(batch_size, len(indices)), *split.features.shape[1:]), dtype, pinned=device.type == "cuda")
+    full = min(batch_size, len(indices))
+    # a last batch that ranks do not share may have more rows than a part of a full one
+    most = max(len(range(n)[rows(n)]) for n in range(full + 1))
+    buffers = _Buffers((most, *split.features.shape[1:]), dtype, pinned=device.type == "cuda")
 
     def order(turn: int) -> np.ndarray:
         return np.random.default_rng([seed, epoch, turn]).permutation(indices) if shuffle else indices
