@@ -158,7 +158,7 @@ def bars(rows: list[dict]) -> list[str]:
             found.append(f"{stage} takes {row['seconds']:.1f} s at {pairs:,} pairs, the bar is 20 s")
         # both tallies are read back beside those that are held
         own = row["bytes"] - (2 * COUNTS * pairs if stage == "checkpoint read" else 0)
-        if pairs >= 1_000_000 and own >= 60 * pairs:
+        if pairs == most and own >= 60 * pairs:
             found.append(f"{stage} takes {own / pairs:.0f} bytes a pair at {pairs:,} pairs, the bar is 60")
         small = at.get((100_000, stage))
         # what takes less than a hundredth of a second is no measure of growth
