@@ -13,7 +13,7 @@ BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->"
 def table(results: Path) -> str:
     lines = []
     for path in sorted(results.glob("*.csv")):
-        if path.stem == "gpu_static":
+        if path.stem in ("gpu_static", "scale"):
             continue
         with path.open(newline="") as file:
             rows = [*csv.DictReader(file)]

@@ -40,13 +40,14 @@ def sweep(folder: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(path: Path) -> dict:
+def load(path: Path, mapped: bool = False) -> dict:
+    """Reads and checks all of it; mapped: tensors stay in the file until they are used, unchecked."""
     try:
         # torch does not look at the checksums of its own archive
         with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
+            if not mapped and (damaged := archive.testzip()):
                 raise ValueError(f"{damaged} is damaged")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     # a damaged file raises anything from EOFError to KeyError
     except Exception as error:
         raise ValueError(f"{path}: cannot read the checkpoint, copy it again or start anew: {error}") from error

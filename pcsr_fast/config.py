@@ -81,8 +81,10 @@ class Config:
     epochs: int = 50  # after warm-up
     refinable_from: int = 26  # first epoch of the stage, counted after warm-up
     ambiguous_from: int = 41
+    # among the whole batch, or, with many ranks, among each rank's part of it
+    negatives: Literal["global", "local"] = "global"
     negatives_ramp: bool = True  # hardest negatives among 4, 8, 16, ... pairs in the first epochs
-    batch_size: int = 128
+    batch_size: int = 128  # of all ranks together
     learning_rate: float = 2e-4
     classifier_rate: float = 5.0  # learning rate of the pseudo-classifier, in those of the rest
     decay_every: int = 30
@@ -98,6 +100,7 @@ class Config:
     checkpoint_minutes: float = 10.0
     evaluation_batch: int = 256  # images or captions encoded at a time
     stop_after_bad_steps: int = 20  # non-finite in a row
+    wait_minutes: float = 30.0  # longest wait for another rank
 
     def __post_init__(self):
         if self.paper is True:
@@ -130,6 +133,7 @@ class Config:
         self._require(0 <= self.target_start <= self.target_end <= 1, "target_start", "in [0, target_end <= 1]")
         for name in ("alpha", "learning_rate", "classifier_rate", "clip", "decay", "likeness_temperature"):
             self._require(getattr(self, name) > 0, name, "above 0")
+        self._require(self.wait_minutes > 0, "wait_minutes", "above 0")
         for name in ("evaluation_negatives", "warmup_steps", "workers", "seed", "checkpoint_minutes"):
             self._require(getattr(self, name) >= 0, name, "at least 0")
         self._require(self.evaluation_negatives < self.batch_size, "evaluation_negatives", "below batch_size")

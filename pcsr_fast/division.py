@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pcsr_fast import distributed
 from pcsr_fast.config import Config
 from pcsr_fast.data.loader import Batch
 from pcsr_fast.data.split import Split
@@ -16,6 +17,8 @@ from pcsr_fast.model import Network
 from pcsr_fast.ops import TallyState, label_similarity, tally, triplet
 
 CLEAN, REFINABLE, AMBIGUOUS = range(3)
+# losses that the mixture is fitted to and applied to at a time: scikit-learn takes 150 bytes for each
+AT_ONCE = 1_000_000
 
 
 class Evaluation(NamedTuple):
@@ -45,19 +48,19 @@ class Division:
 @torch.no_grad()
 def evaluate_pairs(
     network: Network, split: Split, batches: Iterable[Batch], state: TallyState, config: Config
-) -> Evaluation:
+) -> Evaluation | None:
     """One pass in eval mode: the loss of every pair, and one count in the tally for every image.
 
     A pair that is alone in the last batch gets the median loss. Pairs of images whose features are not finite get the
-    largest loss: they are noisy, and no reason to stop.
+    largest loss: they are noisy, and no reason to stop. Ranks give the batches they have taken in turn; what they found
+    comes together on rank 0, and the others get None.
     """
     network.eval()
-    losses = np.full(len(split), np.nan, np.float32)
+    losses, likeness = np.zeros((2, len(split)), np.float32)
     image_labels = np.full(split.images, -1, np.int32)
     caption_labels = np.zeros(len(split), np.int32)
-    likeness = np.zeros(len(split), np.float32)
-    sharp, near, broken = [], [], []
-    alone = np.zeros(0, np.int64)
+    alone, broken = np.zeros((2, len(split)), np.uint8)
+    sharp, near = [], []
     for batch in batches:
         unusable = ~batch.features.isfinite().flatten(1).all(1)
         images = network.encode_images(batch.features.masked_fill(unusable[:, None, None], 0))
@@ -71,28 +74,31 @@ def evaluate_pairs(
         losses[pairs] = pair_losses.float().cpu().numpy()
         likeness[pairs] = likeness_of(p, q, config).cpu().numpy()
         caption_labels[pairs] = q.argmax(1).cpu().numpy()
-        if size == 1:
-            alone = pairs
-        broken.append(pairs[unusable.cpu().numpy()])
-        # an image counts once, with the first of its pairs
-        ids, first = np.unique(batch.images.cpu().numpy(), return_index=True)
-        new = image_labels[ids] < 0
-        rows = torch.from_numpy(first[new]).to(p.device)
-        labels = tally(p[rows].to(state.counts.device), batch.images[rows].to(state.counts.device), state)
-        image_labels[ids[new]] = labels.cpu().numpy()
+        image_labels[batch.images.cpu().numpy()] = p.argmax(1).cpu().numpy()
+        alone[pairs] = size == 1
+        broken[pairs] = unusable.cpu().numpy()
         sharp.append(p.softmax(1).amax(1).mean())
         near.append(likeness_of(p, p.roll(1, 0), config).mean())
+    # the last batch may be small and count too much; these are figures to look at
+    figures = np.array([len(sharp), *(float(torch.stack(x).sum()) if x else 0.0 for x in (sharp, near))])
+    for array in (losses, likeness, figures):
+        distributed.merge(array, "sum")
+    for array in (image_labels, caption_labels, alone, broken):
+        distributed.merge(array, "max")
+    if distributed.rank() > 0:
+        return None
+    known = np.flatnonzero(image_labels >= 0)
+    tally(torch.from_numpy(image_labels[known].astype(np.int64)), torch.from_numpy(known), state)
     # without a negative, neither good nor bad
-    losses[alone] = np.median(np.delete(losses, alone)) if len(losses) > 1 else 0
-    if len(bad := np.concatenate(broken)):
+    if alone.any():
+        losses[alone > 0] = np.median(losses[alone == 0]) if len(losses) > 1 else 0
+    if len(bad := np.flatnonzero(broken)):
         names = ", ".join(map(str, np.unique(split.image_of[bad])[:5]))
         warnings.warn(
             f"{split.name}: features are not finite, of images {names}; pairs are noisy: {len(bad)}", stacklevel=2
         )
-        losses[bad] = np.delete(losses, bad).max(initial=0)
-    # the last batch may be small and count too much; these are figures to look at
-    figures = torch.stack([torch.stack(sharp).mean(), torch.stack(near).mean()]).tolist()
-    return Evaluation(losses, image_labels, caption_labels, likeness, *figures)
+        losses[bad] = losses[broken == 0].max(initial=0)
+    return Evaluation(losses, image_labels, caption_labels, likeness, *(figures[1:] / figures[0]).tolist())
 
 
 def likeness_of(logits: Tensor, others: Tensor, config: Config) -> Tensor:  # [B, K], [B, K] -> [B]
@@ -125,7 +131,10 @@ def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Ten
 
 
 def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N], [2, 3]
-    """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses."""
+    """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses.
+
+    Of more than a million losses every second, third, ... is fitted to, as many as make at most a million.
+    """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.mixture import GaussianMixture
 
@@ -140,14 +149,22 @@ def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N],
             f"all {len(losses)} pairs have the same loss {low:.6g}: training collapsed, nothing tells pairs apart; "
             "train longer before the division (warmup_steps) or with negatives_ramp"
         )
-    scaled = ((losses - low) / (high - low)).astype(np.float64)[:, None]
+
+    def scaled(some: np.ndarray) -> np.ndarray:
+        return ((some - low) / (high - low)).astype(np.float64)[:, None]
+
+    model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0)
     with warnings.catch_warnings():
         # ten rounds are the definition, whether they suffice or not
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0).fit(scaled)
+        model.fit(scaled(losses[:: -(-len(losses) // AT_ONCE)]))
     order = np.argsort(model.means_[:, 0])
     components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0, 0])], 1)[order]
-    return model.predict_proba(scaled)[:, order[0]].astype(np.float32), components
+    posterior = np.empty(len(losses), np.float32)
+    for start in range(0, len(losses), AT_ONCE):
+        rows = slice(start, start + AT_ONCE)
+        posterior[rows] = model.predict_proba(scaled(losses[rows]))[:, order[0]]
+    return posterior, components
 
 
 def clean_posterior(found: Evaluation, epoch: int, config: Config) -> tuple[np.ndarray, np.ndarray]:  # [N], [2, 3]

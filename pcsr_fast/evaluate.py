@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pcsr_fast import distributed
 from pcsr_fast.data.loader import gather
 from pcsr_fast.data.split import Split
 from pcsr_fast.model import Captions, Images, Network
@@ -15,23 +16,27 @@ TILE_IMAGES, TILE_CAPTIONS = 64, 512
 
 
 @torch.no_grad()
-def encode(network: Network, split: Split, batch: int = 256) -> tuple[Images, Captions]:
-    """All images and captions of a split, in eval mode."""
+def encode(
+    network: Network, split: Split, batch: int = 256, images_of: slice | None = None, captions_of: slice | None = None
+) -> tuple[Images, Captions]:
+    """All images and captions of a split, or a range of each, in eval mode."""
     network.eval()
     device = next(network.parameters()).device
     images, words, whole = [], [], []
-    for start in range(0, split.images, batch):
-        rows = np.arange(start, min(start + batch, split.images))
+    chosen, written = images_of or slice(0, split.images), captions_of or slice(0, len(split))
+    for start in range(chosen.start, chosen.stop, batch):
+        rows = np.arange(start, min(start + batch, chosen.stop))
         features = gather(split.features, rows, torch.empty(len(rows), split.regions, split.width))
         images.append(network.encode_images(features.to(device)))
-    for start in range(0, len(split), batch):
-        stop = min(start + batch, len(split))
+    for start in range(written.start, written.stop, batch):
+        stop = min(start + batch, written.stop)
         offsets = torch.from_numpy(np.asarray(split.offsets[start : stop + 1]))
         tokens = torch.from_numpy(split.tokens[int(offsets[0]) : int(offsets[-1])].astype(np.int64))
         found = network.encode_captions(tokens.to(device), (offsets - offsets[0]).to(device))
         words.append(found.words)
         whole.append(found.whole)
-    offsets = torch.from_numpy(np.asarray(split.offsets)).to(device)
+    ends = np.asarray(split.offsets[written.start : written.stop + 1])
+    offsets = torch.from_numpy(ends - ends[0]).to(device)
     return Images(*(torch.cat(x) for x in zip(*images, strict=True))), Captions(
         torch.cat(words), offsets, torch.cat(whole)
     )
@@ -100,11 +105,33 @@ def fold_recalls(scores: Tensor, image_of: np.ndarray, folds: int = 5) -> dict[s
 def evaluate(
     networks: list[Network], split: Split, batch: int = 256, folds: int = 0, progress: Callable = lambda cells: None
 ) -> dict[str, dict[str, float]]:
-    """Recalls of each network (A, B) and of the mean of their scores ("mean"); with folds also "fold mean"."""
+    """Recalls of each network (A, B) and of the mean of their scores ("mean"); with folds also "fold mean".
+
+    Each rank scores a part of the images; rank 0 ranks, and all get the result.
+    """
     names = [*"AB"][: len(networks)]
-    matrices = {
-        name: score_matrix(n, *encode(n, split, batch), progress) for name, n in zip(names, networks, strict=True)
-    }
+    matrices = {}
+    for name, network in zip(names, networks, strict=True):
+        images, captions = encode(network, split, batch, distributed.part(split.images), distributed.part(len(split)))
+        rows = score_matrix(network, images, _of_all_ranks(captions, split), progress)
+        matrices[name] = distributed.rows_to_first(rows, split.images)
+    return distributed.from_first(_figures(matrices, split, folds) if distributed.rank() == 0 else None)
+
+
+def _of_all_ranks(captions: Captions, split: Split) -> Captions:
+    if distributed.size() == 1 or len(split) < distributed.size():
+        return captions
+    counts = distributed.sizes(len(split))
+    ends = np.asarray(split.offsets)
+    words = np.diff(ends[np.cumsum([0, *counts])]).tolist()
+    return Captions(
+        distributed.gather(captions.words, words),
+        torch.from_numpy(ends).to(captions.offsets.device),
+        distributed.gather(captions.whole, counts),
+    )
+
+
+def _figures(matrices: dict[str, Tensor], split: Split, folds: int) -> dict[str, dict[str, float]]:
     matrices["mean"] = sum(matrices.values()) / len(matrices)
     found = {name: recalls(matrix, split.image_of) for name, matrix in matrices.items()}
     if folds:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pcsr_fast.config import Config
+from pcsr_fast.distributed import BatchNorm
 from pcsr_fast.ops import SgrWeights, sgr, sgr_mean
 
 
@@ -50,8 +51,8 @@ class Pool(nn.Module):
         super().__init__()
         self.local, self.whole, self.weight = linear(dim, dim), linear(dim, dim), linear(dim, 1)
         # regions stand in fixed slots; words do not
-        self.local_norm = nn.BatchNorm1d(slots) if slots else nn.Identity()
-        self.whole_norm = nn.BatchNorm1d(dim) if slots else nn.Identity()
+        self.local_norm = BatchNorm(slots) if slots else nn.Identity()
+        self.whole_norm = BatchNorm(dim) if slots else nn.Identity()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # [B, L, D], [B, L] -> [B, D]
@@ -110,7 +111,7 @@ class Classifier(nn.Module):
         self.hidden = linear(inputs, config.classifier_hidden)
         self.output = linear(config.classifier_hidden, config.classes)
         for side in ("image", "caption"):
-            norm = nn.BatchNorm1d(config.classifier_hidden, affine=False) if config.classifier_norm else nn.Identity()
+            norm = BatchNorm(config.classifier_hidden, affine=False) if config.classifier_norm else nn.Identity()
             self.add_module(f"{side}_norm", norm)
             self.add_module(f"{side}_balance", Balance(config.assignment, config.classes, config.assignment_queue))
 

@@ -23,16 +23,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pcsr_fast import checkpoint
+from pcsr_fast import checkpoint, distributed
 from pcsr_fast.config import SUBSETS, Config, differences
 from pcsr_fast.data.loader import Batch, batches, captions_of, count_batches
 from pcsr_fast.data.overlap import overlap, word_weights
 from pcsr_fast.data.split import Split
+from pcsr_fast.distributed import Shared
 from pcsr_fast.division import (
     AMBIGUOUS,
     CLEAN,
     REFINABLE,
     Division,
+    Evaluation,
     clean_posterior,
     divide,
     evaluate_pairs,
@@ -91,13 +93,27 @@ def train(
     the image of every caption as trained on. `words` is the size of the vocabulary. resume: auto goes on from
     `last.pt` if it is there, must demands it, never refuses to overwrite it. `warmed` is the folder of a run that
     stands at the end of the same warm-up (epochs=0): a new run begins there, and ends as if it had done it itself.
+    Under torchrun all ranks train together, and each returns the record.
     """
     run = Path(run)
     check_data(config, train_split, dev_split, words)
+    device = distributed.start(config.device, config.wait_minutes)
+    try:
+        found = _train(config, train_split, dev_split, words, run, resume, report, warmed, device)
+    except Exception as error:
+        if distributed.size() > 1:
+            error.add_note(f"on rank {distributed.rank()} of {distributed.size()}")
+        raise
+    distributed.finish()
+    return found
+
+
+def _train(config, train_split, dev_split, words, run, resume, report, warmed, device) -> dict[str, float]:
+    """What every rank does; rank 0 alone writes and reports."""
+    first = distributed.rank() == 0
+    report = report if first else lambda line: None
+    check_ranks(config)
     run.mkdir(parents=True, exist_ok=True)
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    )
     last = run / "last.pt"
     if resume not in ("auto", "must", "never"):
         raise ValueError(f"resume must be auto, must or never, got {resume!r}")
@@ -109,21 +125,31 @@ def train(
     identity = {"train": checkpoint.fingerprint(train_split), "dev": checkpoint.fingerprint(dev_split), "words": words}
     records: list[dict] = []
     if last.exists():
-        records = restore(state, checkpoint.load(last), config, identity, last)
+        records = restore(state, checkpoint.load(last, mapped=not first), config, identity, last)
         report(f"resumed from {last}: epoch {state.epoch + 1}, {state.phase}, step {state.step}")
-    else:
+    elif warmed is not None:
+        records = take_warmup(state, Path(warmed), config, identity, warmup_epochs(config, len(train_split)))
+    if first and not last.exists():
         if warmed is not None:
-            records = take_warmup(state, Path(warmed), config, identity, warmup_epochs(config, len(train_split)))
             shutil.copyfile(Path(warmed) / "best.pt", run / "best.pt")
         (run / "config.json").write_text(config.dump())
         np.save(run / "noise.npy", train_split.image_of)
-    write_records(run / "log.jsonl", records)
-    checkpoint.sweep(run)
+    place = (state.epoch, state.phase, state.network, state.step)
+    if (others := distributed.from_first(place)) != place:
+        raise ValueError(
+            f"rank 0 is at {others} (epoch, phase, network, step), rank {distributed.rank()} at {place}: "
+            f"{last} must be in a folder that all machines share"
+        )
+    if first:
+        write_records(run / "log.jsonl", records)
+        checkpoint.sweep(run)
 
     saved_at = time.monotonic()
 
     def save(force: bool = False) -> None:
         nonlocal saved_at
+        if not first:
+            return
         if force or time.monotonic() - saved_at > 60 * config.checkpoint_minutes:
             checkpoint.save(pack(state, config, identity, records), last)
             saved_at = time.monotonic()
@@ -132,7 +158,7 @@ def train(
     with interruptible() as interrupted:
 
         def stop_if_asked() -> None:
-            if interrupted():
+            if distributed.agreed(interrupted()):
                 save(force=True)
                 raise KeyboardInterrupt(f"stopped; everything is saved in {last}")
 
@@ -147,6 +173,7 @@ def train(
             state.phase = "train" if state.phase == "divide" else state.phase
             stop_if_asked()
             while state.phase == "train":
+                distributed.phase(f"train {NAMES[state.network]}, epoch {state.epoch + 1}")
                 for _ in train_epoch(state, train_split, epoch, config, device):
                     check_steps(state, config, last)
                     save()
@@ -155,6 +182,7 @@ def train(
                 state.network, state.step, state.bank = state.network + 1, 0, None
                 if state.network == len(state.networks):
                     state.network, state.phase = 0, "validate"
+            distributed.phase(f"validate, epoch {state.epoch + 1}")
             found = evaluate(state.networks, dev_split, config.evaluation_batch)
             record = {
                 "epoch": state.epoch + 1,
@@ -171,15 +199,31 @@ def train(
             records.append(record)
             if record["rsum"] > state.best:
                 state.best, state.best_epoch = record["rsum"], state.epoch + 1
-                checkpoint.save(weights(state, config, identity, record), run / "best.pt")
+                if first:
+                    checkpoint.save(weights(state, config, identity, record), run / "best.pt")
             state.epoch, state.phase, state.sums, state.figures = state.epoch + 1, "divide", {}, [{}, {}]
             save(force=True)
-            write_records(run / "log.jsonl", records)
+            if first:
+                write_records(run / "log.jsonl", records)
             report(epoch_line(record, warmup + config.epochs, state))
             for warning in warnings_of(record, config):
                 report(f"warning: {warning}")
             stop_if_asked()
     return next(r for r in records if r["epoch"] == state.best_epoch)
+
+
+def check_ranks(config: Config) -> None:
+    ranks, least = distributed.size(), least_rows(config)
+    if config.batch_size < least * ranks:
+        raise ValueError(
+            f"batch_size is {config.batch_size}, that of all ranks together, but there are {ranks} ranks and negatives "
+            f"is {config.negatives}: give at least {least * ranks}, or start fewer ranks"
+        )
+
+
+def least_rows(config: Config) -> int:
+    """How many rows each rank must have for a batch to be shared: among its own alone a pair needs a negative."""
+    return 2 if config.negatives == "local" else 1
 
 
 def check_data(config: Config, train_split: Split, dev_split: Split, words: int) -> None:
@@ -235,30 +279,50 @@ def seed_of(config: Config, *place: int) -> int:
 
 
 def divide_both(state: State, split: Split, epoch: int, config: Config, device) -> None:
-    """Evaluation pass, mixture, tally and threshold of both networks."""
+    """Evaluation pass of all ranks; mixture, tally and threshold on rank 0; for both networks."""
     if epoch == config.tally_from:
         state.observations = 0
         for tensor in (x for tally in state.tallies for x in tally):
             tensor.zero_()
     state.observations += 1
     for k, network in enumerate(state.networks):
+        distributed.phase(f"divide {NAMES[k]}, epoch {state.epoch + 1}")
         order = batches(
-            split, config.batch_size, seed_of(config, PASS, k), state.epoch, device=device, workers=config.workers
-        )
-        total = count_batches(len(split), config.batch_size)
+            split, config.batch_size, seed_of(config, PASS, k), state.epoch, device=device, workers=config.workers,
+            every=(distributed.rank(), distributed.size()),
+        )  # fmt: skip
+        total = math.ceil(count_batches(len(split), config.batch_size) / distributed.size())
         found = evaluate_pairs(network, split, progress(order, total, f"evaluate {NAMES[k]}"), state.tallies[k], config)
-        posterior, components = clean_posterior(found, epoch, config)
-        pcs = pair_pcs(state.tallies[k], split, state.observations, config)
-        before = state.divisions[k].tau if state.divisions[k] else None
-        state.divisions[k] = divide(posterior, pcs, before, epoch, config)
-        state.figures[k] = health(found, state.divisions[k], split, config) | {
-            "mixture_low": float(components[0, 1]),
-            "mixture_high": float(components[1, 1]),
-            "tau": state.divisions[k].tau,
-            "utilisation": state.divisions[k].utilisation,
-            "target": target_utilisation(epoch, config),
-            "pcs_mean": float(pcs.mean()),
-        }
+        if found is not None:
+            decide(state, k, found, split, epoch, config)
+        state.divisions[k] = same_division(state.divisions[k], len(split))
+        state.figures[k] = distributed.from_first(state.figures[k])
+
+
+def decide(state: State, k: int, found: Evaluation, split: Split, epoch: int, config: Config) -> None:
+    """The division of one network, and its figures."""
+    posterior, components = clean_posterior(found, epoch, config)
+    pcs = pair_pcs(state.tallies[k], split, state.observations, config)
+    before = state.divisions[k].tau if state.divisions[k] else None
+    state.divisions[k] = divide(posterior, pcs, before, epoch, config)
+    state.figures[k] = health(found, state.divisions[k], split, config) | {
+        "mixture_low": float(components[0, 1]),
+        "mixture_high": float(components[1, 1]),
+        "tau": state.divisions[k].tau,
+        "utilisation": state.divisions[k].utilisation,
+        "target": target_utilisation(epoch, config),
+        "pcs_mean": float(pcs.mean()),
+    }
+
+
+def same_division(own: Division | None, pairs: int) -> Division:
+    """Rank 0's, on every rank."""
+    if distributed.size() == 1:
+        return own
+    own = own if distributed.rank() == 0 else Division(None, None, None, 0.0)
+    posterior = distributed.array_from_first(own.posterior, (pairs,), np.float32)
+    subset = distributed.array_from_first(own.subset, (pairs,), np.uint8)
+    return Division(posterior, subset, *distributed.from_first((own.tau, own.utilisation)))
 
 
 def train_epoch(state: State, split: Split, epoch: int, config: Config, device) -> Iterator[None]:
@@ -269,10 +333,16 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
     divided = epoch > 0 and config.method != "sgr"
     division = state.divisions[1 - k] if divided else None
 
+    def rows(batch: int) -> slice:
+        return distributed.part(batch, least_rows(config))
+
+    def view(batch: Batch) -> Network | Shared:
+        return distributed.shared(network, len(batch), least_rows(config))
+
     def loader(subset: int, indices, **options) -> Iterator[Batch]:
         return batches(
             split, config.batch_size, seed_of(config, ORDER, k, subset), state.epoch, indices,
-            state.step, device=device, workers=config.workers, **options,
+            state.step, device=device, workers=config.workers, rows=rows, **options,
         )  # fmt: skip
 
     chosen = division.pairs(CLEAN) if divided else None
@@ -294,10 +364,10 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
         # a single pair left over has no negative
         if len(batch) >= 2 and not divided:
             run_step(
-                state, "all", config, plain_loss, network, batch, "mean" if epoch < 1 else "hardest", epoch, config
+                state, "all", config, plain_loss, view(batch), batch, "mean" if epoch < 1 else "hardest", epoch, config
             )
         elif len(batch) >= 2:
-            run_step(state, "clean", config, clean_loss, network, batch, division, state.bank, epoch, config)
+            run_step(state, "clean", config, clean_loss, view(batch), batch, division, state.bank, epoch, config)
             for subset, source in others.items():
                 other = next(source)
                 # a clean step that was not finite leaves nothing to match with
@@ -306,12 +376,12 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
                 if subset == REFINABLE:
                     run_step(
                         state, "refinable", config, refinable_loss,
-                        network, other, split, state.bank, weights, epoch, config,
+                        view(other), other, split, state.bank, weights, epoch, config,
                     )  # fmt: skip
                 else:
                     run_step(
                         state, "ambiguous", config, ambiguous_loss,
-                        network, other, split, state.bank, weights, epoch, config,
+                        view(other), other, split, state.bank, weights, epoch, config,
                     )  # fmt: skip
         state.step = batch.position
         yield
@@ -326,24 +396,31 @@ def run_step(state: State, subset: str, config: Config, loss: Callable[..., dict
     network.train()
     # dropout follows from the place in the schedule
     place = (state.epoch, state.network, state.step, ("all", *SUBSETS).index(subset))
-    torch.manual_seed(seed_of(config, STEP, *place))
+    # and, where ranks share a batch, from the rank
+    shared = any(isinstance(x, Shared) for x in args)
+    torch.manual_seed(seed_of(config, STEP, *place, *([distributed.rank()] if shared else [])))
     kept = [x.clone() for x in network.buffers()]
     optimizer.zero_grad(set_to_none=True)
     device = next(network.parameters()).device
     parts: dict[str, Tensor] = {}
+    failed = False
     try:
         with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bf16" and device.type == "cuda"):
             parts = loss(*args)
         parts["loss"].backward()
-        norm = clip_gradients(network, config)
-        bad = (~norm.isfinite()).float()
-        optimizer.found_inf = bad
-        optimizer.step()
     except RuntimeError as error:
         # on the CPU the ops look at what they are given, and say so
         if "NaN" not in str(error):
             raise
+        failed = True
+    if device.type == "cpu" and distributed.agreed(failed):
         norm, bad = torch.tensor(torch.nan, device=device), torch.ones((), device=device)
+    else:
+        distributed.sum_gradients(network, shared)
+        norm = clip_gradients(network, config)
+        bad = (~norm.isfinite()).float()
+        optimizer.found_inf = bad
+        optimizer.step()
     for buffer, old in zip(network.buffers(), kept, strict=True):
         buffer.copy_(torch.where(bad.bool(), old, buffer))
     state.bad_streak = (bad if state.bad_streak is None else state.bad_streak + bad) * bad
@@ -373,6 +450,8 @@ def contrast(network, images, captions, margin, mode, image_ids, caption_ids, ep
     """Triplet loss of a batch, in groups of fewer pairs while the ramp of negatives lasts."""
     if not config.mask_duplicates:
         image_ids = caption_ids = None
+    if isinstance(network, Shared):
+        return shared_contrast(network, images, captions, margin, mode, image_ids, caption_ids, epoch, config, weight)
     if mode == "mean":
         return network.similarity.mean_loss(images, captions, margin, image_ids, caption_ids)
     size, group = len(images.whole), negatives(epoch, config)
@@ -386,6 +465,25 @@ def contrast(network, images, captions, margin, mode, image_ids, caption_ids, ep
         own = (None if x is None else x[rows] for x in (image_ids, caption_ids, weight))
         part = margin[rows] if isinstance(margin, Tensor) else margin
         total = total + triplet(network.similarity(Images(*(x[rows] for x in images)), some), part, mode, *own)
+    return total
+
+
+def shared_contrast(network, images, captions, margin, mode, image_ids, caption_ids, epoch, config, weight) -> Tensor:
+    """The same where ranks share the batch: images and captions are this rank's, the rest is of all."""
+    own = (margin, image_ids, caption_ids, weight)
+    if config.negatives == "local":
+        margin, *ids, weight = (x[network.rows] if isinstance(x, Tensor) else x for x in own)
+        return network.sum(
+            lambda: contrast(network.network, images, captions, margin, mode, *ids, epoch, config, weight),
+            captions.whole,
+        )
+    scores = network.similarity(images, captions)
+    group = len(scores) if mode == "mean" else negatives(epoch, config)
+    total = 0.0
+    for start in range(0, len(scores), group):
+        rows = slice(start, start + group)
+        part, *ids = (x[rows] if isinstance(x, Tensor) else x for x in own)
+        total = total + triplet(scores[rows, rows], part, mode, *ids)
     return total
 
 
@@ -554,7 +652,9 @@ def new_state(config: Config, split: Split, words: int, device) -> State:
         networks.append(network)
     # a count never exceeds the number of epochs
     kind = torch.uint8 if config.epochs < 256 else torch.int16
-    tallies = [TallyState.zeros(split.images, config.classes, kind) for _ in NAMES]
+    # rank 0 counts for all
+    images = split.images if distributed.rank() == 0 else 0
+    tallies = [TallyState.zeros(images, config.classes, kind) for _ in NAMES]
     return State(networks, [new_optimizer(n, config) for n in networks], tallies, [None, None])
 
 
@@ -599,13 +699,16 @@ def pack(state: State, config: Config, identity: dict, records: list[dict]) -> d
     }
 
 
-# settings that change nothing, or, as the device, rounding alone; compiled dropout draws other numbers
 # settings that warm-up depends on
 WARMUP = {
     *("seed", "embedding", "similarity", "reasoning_steps", "word_embedding", "dropout", "alpha", "mask_duplicates"),
     *("warmup_epochs", "warmup_steps", "batch_size", "learning_rate", "clip", "precision", "compile"),
 }
-FREE = {"device", "workers", "log_every", "checkpoint_minutes", "evaluation_batch", "stop_after_bad_steps"}
+# settings that change nothing, or, as the device, rounding alone; compiled dropout draws other numbers
+FREE = {
+    *("device", "workers", "log_every", "checkpoint_minutes", "evaluation_batch", "stop_after_bad_steps"),
+    "wait_minutes",
+}
 
 
 def restore(state: State, saved: dict, config: Config, identity: dict, path: Path) -> list[dict]:
@@ -617,7 +720,7 @@ def restore(state: State, saved: dict, config: Config, identity: dict, path: Pat
         network.load_state_dict(found)
     for optimizer, found in zip(state.optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(found)
-    for tally, found in zip(state.tallies, saved["tallies"], strict=True):
+    for tally, found in zip(state.tallies, saved["tallies"], strict=True) if distributed.rank() == 0 else ():
         for tensor, value in zip(tally, found, strict=True):
             tensor.copy_(value)
     device = next(state.networks[0].parameters()).device
@@ -752,7 +855,8 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 
 def progress(iterable, total: int, what: str, done: int = 0):
-    return tqdm(iterable, what, total, initial=done, leave=False, disable=None, unit="batch")
+    quiet = None if distributed.rank() == 0 else True
+    return tqdm(iterable, what, total, initial=done, leave=False, disable=quiet, unit="batch")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench import __main__ as bench
-from bench import baselines, measure, report
+from bench import baselines, measure, report, scale
 
 
 @pytest.fixture
@@ -75,3 +75,32 @@ def test_readme_table(tmp_path):
     assert "| 1,234 us | a (3,148 us) | 2.5 x |" in text or "| 1,234 us | a (3,148 us) | 2.6 x |" in text
     assert text.endswith("<!-- /bench -->\nafter\n")
     assert "old" not in text
+
+
+def test_scale(tmp_path):
+    """Every stage of a small store is measured, and a bar that is missed is said."""
+    scale.make_store(tmp_path, 300)
+    rows = scale.measure(tmp_path, 1)
+    assert {row["stage"] for row in rows} > {*scale.DIVISION, "open", "loader epoch", "checkpoint read"}
+    assert all(row["pairs"] == 300 and row["seconds"] > 0 for row in rows)
+    big = [row | {"pairs": n, "bytes": 0, "cpu_seconds": n / 1e5} for n in (100_000, 3_300_000) for row in rows]
+    assert scale.bars(big) == []
+    big[-1] |= {"seconds": 21.0}
+    big[-3] |= {"cpu_seconds": 100.0}
+    big[3] |= {"bytes": 3_300_000 * 61}
+    big[len(rows) + 3] |= {"bytes": 3_300_000 * 61}
+    assert scale.bars(big) == [
+        "tally takes 61 bytes a pair at 3,300,000 pairs, the bar is 60",
+        "figures grows 100 times from 100,000 to 3,300,000 pairs",
+        "checkpoint read takes 21.0 s at 3,300,000 pairs, the bar is 20 s",
+    ]
+    text = scale.table(big)
+    assert "| open |" in text
+    assert "21.000" in text
+
+
+def test_epoch_cost_is_arithmetic():
+    """A measured step of 2.7 s and a pass's batch of 2.3 s, 25,782 of each, twice."""
+    line = next(line for line in scale.epoch_cost().splitlines() if line.startswith("| 2 cores"))
+    scores, step = (float(cell.strip(" ms").replace(",", "")) / 1e3 for cell in line.split("|")[2:4])
+    assert float(line.split("|")[4].strip(" h")) == pytest.approx(2 * 25_782 * (scores + step) / 3600, abs=0.6)

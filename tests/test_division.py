@@ -52,6 +52,19 @@ def test_mixture_of_two_clusters():
     assert posterior[-1] == pytest.approx(density[0] / density.sum(), rel=1e-4)
 
 
+def test_mixture_of_many(monkeypatch):
+    """Fitted to a part and applied piece by piece, it says nearly the same."""
+    rng = np.random.default_rng(0)
+    losses = np.concatenate([rng.normal(0.1, 0.03, 3000), rng.normal(0.3, 0.06, 2001)]).astype(np.float32)
+    rng.shuffle(losses)
+    expected, components = mixture(losses)
+    monkeypatch.setattr("pcsr_fast.division.AT_ONCE", 2000)
+    posterior, found = mixture(losses)
+    np.testing.assert_allclose(found, components, atol=0.02)
+    assert np.abs(posterior - expected).mean() < 0.02
+    assert (posterior > 0).all()
+
+
 @pytest.mark.parametrize("value", [0.0, 0.4, 1e-9])
 def test_equal_losses(value):
     with pytest.raises(ValueError, match=r"all 50 pairs have the same loss .*collapsed.*warmup_steps"):

@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,7 @@ CONVERTED = 65_536
 class Batch:
     """Pairs of one step: pair i is row i of the features and tokens offsets[i] to offsets[i + 1]."""
 
-    features: Tensor  # [B, R, d_img]
+    features: Tensor  # [B, R, d_img]; where ranks share a batch, of this rank's rows alone
     tokens: Tensor  # int64 [sum n_c], captions back to back
     offsets: Tensor  # int64 [B + 1]
     pairs: Tensor  # int64 [B], where in the split each pair stands
@@ -46,6 +46,8 @@ def batches(
     keep_float16: bool = False,
     device: torch.device | str = "cpu",
     workers: int = 1,
+    rows: Callable[[int], slice] = slice,
+    every: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
     """The batches of an epoch, or of the pairs in `indices` alone; `start` of them are passed over without a read.
 
@@ -53,6 +55,9 @@ def batches(
     again, each pass in an order of (seed, epoch, pass). To go on where a run stopped, give the last batch's `position`
     as `start`. Workers are threads that prepare as many batches ahead; 0 prepares each when it is asked for. float16
     features become float32 unless `keep_float16`.
+
+    Ranks that share each batch give `rows`, which of so many rows to read features of; ranks that take turns give
+    `every`, (rank, ranks).
     """
     indices = np.arange(len(split)) if indices is None else _checked_indices(split, indices)
     per_pass = count_batches(len(indices), batch_size, drop_last)
@@ -62,7 +67,10 @@ def batches(
         raise ValueError(f"{split.name}: start is {start}, but the epoch has {per_pass} batches")
     device = torch.device(device)
     dtype = torch.float16 if keep_float16 and split.features.dtype == np.float16 else torch.float32
-    buffers = _Buffers((min(batch_size, len(indices)), *split.features.shape[1:]), dtype, pinned=device.type == "cuda")
+    full = min(batch_size, len(indices))
+    # a last batch that ranks do not share may have more rows than a part of a full one
+    most = max(len(range(n)[rows(n)]) for n in range(full + 1))
+    buffers = _Buffers((most, *split.features.shape[1:]), dtype, pinned=device.type == "cuda")
 
     def order(turn: int) -> np.ndarray:
         return np.random.default_rng([seed, epoch, turn]).permutation(indices) if shuffle else indices
@@ -71,18 +79,23 @@ def batches(
         for turn in count(start // per_pass) if endless else range(1 if per_pass else 0):
             ordered = order(turn)
             for i in range(max(start - turn * per_pass, 0), per_pass):
-                yield turn * per_pass + i + 1, ordered[i * batch_size : (i + 1) * batch_size]
+                if i % every[1] == every[0]:
+                    yield turn * per_pass + i + 1, ordered[i * batch_size : (i + 1) * batch_size]
+
+    def job(position: int, pairs: np.ndarray) -> tuple:
+        own = rows(len(pairs))
+        return split, pairs, own, buffers.get(len(pairs[own])), position
 
     def prepared() -> Iterator[Batch]:
         for position, pairs in chosen():
-            yield _assemble(split, pairs, buffers.get(len(pairs)), position)
+            yield _assemble(*job(position, pairs))
 
     def prefetched() -> Iterator[Batch]:
         with ThreadPoolExecutor(workers, "pcsr_fast loader") as pool:
             waiting = deque()
             try:
                 for position, pairs in chosen():
-                    waiting.append(pool.submit(_assemble, split, pairs, buffers.get(len(pairs)), position))
+                    waiting.append(pool.submit(_assemble, *job(position, pairs)))
                     if len(waiting) > workers:
                         yield waiting.popleft().result()
                 while waiting:
@@ -130,9 +143,9 @@ def gather(features: np.ndarray, rows: np.ndarray, out: Tensor) -> Tensor:  # [i
     return out
 
 
-def _assemble(split: Split, pairs: np.ndarray, features: Tensor, position: int) -> Batch:
+def _assemble(split: Split, pairs: np.ndarray, own: slice, features: Tensor, position: int) -> Batch:
     images = np.asarray(split.image_of[pairs])
-    gather(split.features, images, features)
+    gather(split.features, images[own], features)
     captions = captions_of(split, pairs)
     return Batch(features, *captions, *map(torch.from_numpy, (pairs.astype(np.int64), images)), position)
 

@@ -1,0 +1,203 @@
+"""Many ranks: the numbers of a single one, nothing hangs, and a rank that is lost is named, and survived."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from ranks import record, record_groups, run_ranks
+
+# nine pairs a batch: 5 and 4 for two ranks, 3, 2, 2 and 2 for four; 40 pairs leave a last batch of 4
+UNEVEN = dict(batch_size=9)
+# every stage in a single epoch
+AT_ONCE = dict(warmup_epochs=0, epochs=1, refinable_from=1, ambiguous_from=1, noisy_treatment="split")
+
+
+def runs(folder, ranks, function=record, *args):
+    """What every rank has recorded."""
+    folder.mkdir(exist_ok=True)
+    assert run_ranks(function, ranks, folder, *args) == [""] * ranks
+    return [read(folder, rank) for rank in range(ranks)]
+
+
+def read(folder, rank):
+    steps, divisions = torch.load(folder / f"steps.{rank}.pt", weights_only=False)
+    found, lines = (folder / f"{name}.{rank}.json" for name in ("found", "lines"))
+    return SimpleNamespace(
+        steps=steps,
+        divisions=divisions,
+        found=json.loads(found.read_text()) if found.exists() else None,
+        lines=json.loads(lines.read_text()),
+        records=[json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()],
+    )
+
+
+def check_same(found, expected):
+    """Step by step: losses, gradients and divisions; and recalls on dev."""
+    assert [s["at"] for s in found.steps] == [s["at"] for s in expected.steps]
+    for ours, theirs in zip(found.steps, expected.steps, strict=True):
+        assert ours["sums"] == pytest.approx(theirs["sums"], rel=1e-9, abs=1e-9), ours["at"]
+        torch.testing.assert_close(ours["gradient"], theirs["gradient"], rtol=1e-8, atol=1e-9)
+    assert len(found.divisions) == len(expected.divisions)
+    for ours, theirs in zip(found.divisions, expected.divisions, strict=True):
+        np.testing.assert_allclose(ours[0], theirs[0], atol=1e-5)
+        np.testing.assert_array_equal(ours[1], theirs[1])
+        assert ours[2:] == pytest.approx(theirs[2:])
+    check_records([*found.records, found.found], [*expected.records, expected.found])
+
+
+def check_records(found, expected):
+    """Of epochs, but what is a matter of time."""
+    clock = {"seconds", "memory_gb", "pairs_per_second"}
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - clock:
+            numbers = isinstance(theirs[name], float)
+            assert ours[name] == (pytest.approx(theirs[name], rel=1e-6) if numbers else theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return runs(tmp_path_factory.mktemp("single"), 1, record, UNEVEN)[0]
+
+
+def test_every_stage_is_seen(single):
+    subsets = {s["at"][3] for s in single.steps}
+    assert subsets == {"all", "clean", "refinable", "ambiguous"}
+    assert all(s["gradient"].norm() > 0 for s in single.steps)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_give_the_numbers_of_one(single, tmp_path, ranks):
+    found = runs(tmp_path, ranks, record, UNEVEN)
+    for rank in found:
+        check_same(rank, single)
+    # one display, from rank 0
+    assert [bool(rank.lines) for rank in found] == [True] + [False] * (ranks - 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(clean_margin="posterior", rematch_scope="bank", bank_size=20, negatives_ramp=True),
+        dict(clean_margin="agreement", mask_duplicates=False, evaluation_negatives=3, classifier_input="pooled"),
+        dict(method="sgr"),
+    ],
+    ids=str,
+)
+def test_options(tmp_path, changes):
+    changes = AT_ONCE | UNEVEN | changes
+    (expected,) = runs(tmp_path / "1", 1, record, changes)
+    for rank in runs(tmp_path / "3", 3, record, changes):
+        check_same(rank, expected)
+
+
+def test_local_negatives(tmp_path):
+    """As a single process whose negatives are chosen within each rank's rows; the rest is of the whole batch."""
+    changes = UNEVEN | dict(negatives="local", epochs=1, refinable_from=1, ambiguous_from=1)
+    (expected,) = runs(tmp_path / "1", 1, record_groups, 2, changes)
+    for rank in runs(tmp_path / "2", 2, record, changes):
+        check_same(rank, expected)
+    (other,) = runs(tmp_path / "other", 1, record, changes)
+    assert other.steps[0]["sums"]["loss"] != pytest.approx(expected.steps[0]["sums"]["loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("negatives", ["global", "local"])
+def test_nan_on_one_rank_is_skipped_by_all(tmp_path, negatives):
+    changes = AT_ONCE | UNEVEN | dict(negatives=negatives, warmup_epochs=1)
+    results = runs(tmp_path, 2, record, changes, 17)
+    for rank in results:
+        check_same(rank, results[0])
+        bad = [s for s in rank.steps if s["sums"]["bad_steps"]]
+        assert bad
+        assert len(bad) < len(rank.steps)
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert records[0]["A_all_bad_steps"] == 1
+    assert records[0]["A_all_steps"] == 4
+
+
+# nothing hangs
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    act = dict(rank=1, step=3, do="sleep")
+    errors = run_ranks(record, 2, tmp_path, UNEVEN | dict(wait_minutes=0.1), None, act)
+    assert "RankError: rank 0 of 2, in train A, epoch 1: all_gather failed after" in errors[0]
+    assert "s of at most 6 s (wait_minutes); another rank hangs or has ended" in errors[0]
+    # came too late
+    assert "RankError: rank 1 of 2" in errors[1]
+
+
+def test_an_error_of_another_rank_reaches_the_user(tmp_path):
+    act = dict(rank=1, step=12, do="disk on fire")
+    errors = run_ranks(record, 2, tmp_path, UNEVEN, None, act)
+    assert "OSError: disk on fire\non rank 1 of 2" in errors[1]
+    assert "RankError: rank 0 of 2, in train" in errors[0]
+
+
+def test_too_many_ranks(tmp_path):
+    errors = run_ranks(record, 3, tmp_path, dict(batch_size=4, negatives="local"))
+    message = (
+        "batch_size is 4, that of all ranks together, but there are 3 ranks and negatives is local: give at least 6"
+    )
+    assert all(message in error for error in errors)
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("step", [7, 19])
+def test_a_signal_to_one_rank_stops_all_and_others_go_on(single, tmp_path, step):
+    """Stopped on three ranks, resumed on two: the numbers of a single process."""
+    act = dict(rank=1, step=step, do="SIGTERM")
+    errors = run_ranks(record, 3, tmp_path, UNEVEN, None, act)
+    assert all("KeyboardInterrupt: stopped; everything is saved in" in error for error in errors)
+    begun = [read(tmp_path, rank).steps for rank in range(3)]
+    assert len({len(steps) for steps in begun}) == 1
+    resumed = runs(tmp_path, 2, record, UNEVEN)
+    assert "resumed from" in resumed[0].lines[0]
+    rest = vars(single) | {"steps": single.steps[len(begun[0]) :], "divisions": []}
+    for rank in resumed:
+        check_same(SimpleNamespace(**vars(rank) | {"divisions": []}), SimpleNamespace(**rest))
+
+
+# before which step rank 1 is killed, or rank 0 in which phase, after so many restarts
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import ranks
+from pcsr_fast import distributed, train
+
+turn = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+step, phases = {0: (3, ""), 1: (None, "divide B"), 2: (4, ""), 3: (None, "validate, epoch 4")}.get(turn, (None, ""))
+real = distributed.phase
+
+def phase(name):
+    real(name)
+    if phases and name.startswith(phases) and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+distributed.phase = phase
+act = dict(rank=1, step=step, do="SIGKILL")
+ranks.record(Path(sys.argv[1]), dict(batch_size=9, checkpoint_minutes=0.0), None, act)
+"""
+
+
+@pytest.mark.slow
+def test_killed_ranks_are_started_again(single, tmp_path):
+    """torchrun starts all ranks again, four times, and the run ends with the numbers of one that was never killed."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "6"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
+         tmp_path / "script.py", tmp_path], env=environment, timeout=600, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("failed (exitcode") == 4
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [1, 2, 3, 4]
+    check_records(records, single.records)
