@@ -27,30 +27,51 @@ constexpr int kPanel = 2 * Simd<T>::kLanes;
 // rows of a panel at a time: a panel of them fits the first cache beside the rows of A
 constexpr int64_t kDepth = 256;
 
+// columns in whole vectors: B is packed into panels of two, the last may be one
 template <typename T>
-static inline int64_t panels_of(int64_t columns) {
-  return (columns + kPanel<T> - 1) / kPanel<T>;
+static inline int64_t padded(int64_t columns) {
+  return (columns + Simd<T>::kLanes - 1) / Simd<T>::kLanes * Simd<T>::kLanes;
 }
 
 // how many values pack writes
 template <typename T>
 static inline int64_t packed_size(int64_t depth, int64_t columns) {
-  return depth * panels_of<T>(columns) * kPanel<T>;
+  return depth * padded<T>(columns);
 }
 
-// B(k, n) = b[k * row_stride + n * column_stride] into [depth / kDepth][panel][kDepth][kPanel], columns padded by zeros
+// where a vector of row k stands in panels of depth rows
+template <typename T>
+static inline int64_t packed_at(int64_t k, int64_t column, int64_t depth, int64_t columns) {
+  const int64_t first = column / kPanel<T> * kPanel<T>;
+  const int64_t width = columns - first > Simd<T>::kLanes ? kPanel<T> : Simd<T>::kLanes;
+  return first * depth + k * width + column - first;
+}
+
+// B(k, n) = b[k * row_stride + n * column_stride] into [depth / kDepth][panel][kDepth][width], columns padded by zeros
 template <typename T>
 static inline void pack(const T* b, int64_t row_stride, int64_t column_stride, int64_t depth, int64_t columns,
                         T* __restrict out) {
+  constexpr int64_t kStrip = 64 / sizeof(T);
   for (int64_t from = 0; from < depth; from += kDepth) {
     const int64_t rows = depth - from < kDepth ? depth - from : kDepth;
     for (int64_t first = 0; first < columns; first += kPanel<T>) {
-      const int64_t width = columns - first < kPanel<T> ? columns - first : kPanel<T>;
-      for (int64_t k = 0; k < rows; ++k, out += kPanel<T>) {
-        const T* row = b + (from + k) * row_stride + first * column_stride;
-        for (int64_t n = 0; n < width; ++n) out[n] = row[n * column_stride];
-        for (int64_t n = width; n < kPanel<T>; ++n) out[n] = 0;
+      const int64_t left = columns - first, width = left > Simd<T>::kLanes ? kPanel<T> : Simd<T>::kLanes;
+      const T* corner = b + from * row_stride + first * column_stride;
+      if (column_stride == 1) {
+        for (int64_t k = 0; k < rows; ++k) {
+          for (int64_t n = 0; n < width; ++n) out[k * width + n] = n < left ? corner[k * row_stride + n] : 0;
+        }
+      } else {
+        // a line of the cache at a time: columns that are a power of two apart push each other out of it
+        for (int64_t top = 0; top < rows; top += kStrip) {
+          const int64_t end = rows - top < kStrip ? rows : top + kStrip;
+          for (int64_t n = 0; n < width; ++n) {
+            const T* column = corner + n * column_stride;
+            for (int64_t k = top; k < end; ++k) out[k * width + n] = n < left ? column[k * row_stride] : 0;
+          }
+        }
       }
+      out += rows * width;
     }
   }
 }
@@ -67,132 +88,157 @@ static inline void store(T* to, typename Simd<T>::Vector v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// count values and zeros; count may be any number
+// the first count values of a vector that is not whole; apart, so that the sums of a block stay in registers
+template <typename T>
+static __attribute__((noinline, cold)) void copy_tail(const T* from, int64_t count, T* to) {
+  for (int64_t n = 0; n < count; ++n) to[n] = from[n];
+}
+
+// count values and zeros; a vector if count is more
 template <typename T>
 static inline typename Simd<T>::Vector load_part(const T* from, int64_t count) {
-  if (count >= Simd<T>::kLanes) return load(from);
+  if (count >= Simd<T>::kLanes) [[likely]]
+    return load(from);
   T some[Simd<T>::kLanes] = {};
-  for (int64_t n = 0; n < count; ++n) some[n] = from[n];
+  copy_tail(from, count, some);
   return load(some);
 }
 
-// to[0 .. count) += the values of left and right
 template <typename T>
-static inline void add_part(T* to, int64_t count, typename Simd<T>::Vector left, typename Simd<T>::Vector right) {
-  constexpr int kLanes = Simd<T>::kLanes;
-  if (count >= kPanel<T>) {
-    store(to, load(to) + left);
-    store(to + kLanes, load(to + kLanes) + right);
-    return;
-  }
-  T both[kPanel<T>];
-  store(both, left);
-  store(both + kLanes, right);
-  for (int64_t n = 0; n < count; ++n) to[n] += both[n];
+static inline void store_part(T* to, int64_t count, typename Simd<T>::Vector v) {
+  if (count >= Simd<T>::kLanes) [[likely]]
+    return store(to, v);
+  T some[Simd<T>::kLanes];
+  store(some, v);
+  copy_tail(some, count, to);
 }
 
-// sum over k of a(r, k) panel(k, :) for kRows rows
-template <int kRows, typename T>
-static inline __attribute__((always_inline)) void accumulate(const T* a, int64_t row_stride, int64_t k_stride,
-                                                             const T* panel, int64_t panel_stride, int64_t depth,
-                                                             typename Simd<T>::Vector (&sum)[kRows][2]) {
+// the sum of kCount values, by halves
+template <int kCount, typename T>
+static inline T sum_of(const T* x) {
+  if constexpr (kCount == 1) {
+    return x[0];
+  } else {
+    T half[kCount / 2];
+    for (int l = 0; l < kCount / 2; ++l) half[l] = x[l] + x[l + kCount / 2];
+    return sum_of<kCount / 2>(half);
+  }
+}
+
+// sum over k of a(r, k) b(k, :) for kRows rows and kVectors vectors of columns; finish takes each vector
+template <int kRows, int kVectors, typename T, typename Finish>
+static inline void block(const T* a, int64_t row_stride, int64_t k_stride, const T* b, int64_t b_stride, int64_t depth,
+                         int64_t row, int64_t column, const Finish& finish) {
   constexpr int kLanes = Simd<T>::kLanes;
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = typename Simd<T>::Vector{};
+  typename Simd<T>::Vector sum[kRows][kVectors] = {};
+  a += row * row_stride;
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
-    const auto left = load(panel + k * panel_stride), right = load(panel + k * panel_stride + kLanes);
+    typename Simd<T>::Vector right[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * b_stride + v * kLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const T x = a[r * row_stride + k * k_stride];
-      sum[r][0] += x * left;
-      sum[r][1] += x * right;
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[r][v] += x * right[v];
     }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) finish(row + r, column + v * kLanes, sum[r][v]);
   }
 }
 
-// kRows rows from row on; calls finish for each
-template <int kRows, typename T, typename Finish>
-static inline void block(const T* a, int64_t row_stride, int64_t k_stride, const T* panel, int64_t panel_stride,
-                         int64_t depth, int64_t row, int64_t column, const Finish& finish) {
-  typename Simd<T>::Vector sum[kRows][2];
-  accumulate<kRows>(a + row * row_stride, row_stride, k_stride, panel, panel_stride, depth, sum);
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) finish(row + r, column, sum[r][0], sum[r][1]);
-}
-
-// kPanel columns against all rows of A; finish(row, column, left, right) takes the results of a row
-template <typename T, typename Finish>
+// kVectors vectors of columns against all rows of A
+template <int kVectors, typename T, typename Finish>
 static inline void panel_product(int64_t rows, int64_t depth, const T* a, int64_t row_stride, int64_t k_stride,
-                                 const T* panel, int64_t panel_stride, int64_t column, const Finish& finish) {
+                                 const T* b, int64_t b_stride, int64_t column, const Finish& finish) {
   int64_t row = 0;
   for (; row + kBlockRows <= rows; row += kBlockRows) {
-    block<kBlockRows>(a, row_stride, k_stride, panel, panel_stride, depth, row, column, finish);
+    block<kBlockRows, kVectors>(a, row_stride, k_stride, b, b_stride, depth, row, column, finish);
   }
   switch (rows - row) {
     case 5:
-      return block<5>(a, row_stride, k_stride, panel, panel_stride, depth, row, column, finish);
+      return block<5, kVectors>(a, row_stride, k_stride, b, b_stride, depth, row, column, finish);
     case 4:
-      return block<4>(a, row_stride, k_stride, panel, panel_stride, depth, row, column, finish);
+      return block<4, kVectors>(a, row_stride, k_stride, b, b_stride, depth, row, column, finish);
     case 3:
-      return block<3>(a, row_stride, k_stride, panel, panel_stride, depth, row, column, finish);
+      return block<3, kVectors>(a, row_stride, k_stride, b, b_stride, depth, row, column, finish);
     case 2:
-      return block<2>(a, row_stride, k_stride, panel, panel_stride, depth, row, column, finish);
+      return block<2, kVectors>(a, row_stride, k_stride, b, b_stride, depth, row, column, finish);
     case 1:
-      return block<1>(a, row_stride, k_stride, panel, panel_stride, depth, row, column, finish);
+      return block<1, kVectors>(a, row_stride, k_stride, b, b_stride, depth, row, column, finish);
     default:
       return;
   }
 }
 
-// C = A B, or C += A B; A(i, k) = a[i * row_stride + k * k_stride], C row by row with its own stride
-template <typename T>
-static inline void gemm(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t row_stride, int64_t k_stride,
-                        const T* packed, T* c, int64_t c_stride, bool add = false) {
-  constexpr int kLanes = Simd<T>::kLanes;
-  for (int64_t from = 0; from < depth; from += kDepth) {
-    const int64_t some = depth - from < kDepth ? depth - from : kDepth;
-    const bool fresh = from == 0 && !add;
-    const auto finish = [=](int64_t row, int64_t column, typename Simd<T>::Vector left,
-                            typename Simd<T>::Vector right) {
-      T* to = c + row * c_stride + column;
-      if (!fresh) return add_part(to, columns - column, left, right);
-      if (column + kPanel<T> <= columns) {
-        store(to, left);
-        store(to + kLanes, right);
-        return;
-      }
-      T both[kPanel<T>];
-      store(both, left);
-      store(both + kLanes, right);
-      for (int64_t n = 0; n < columns - column; ++n) to[n] = both[n];
-    };
-    for (int64_t column = 0; column < columns; column += kPanel<T>, packed += some * kPanel<T>) {
-      panel_product(rows, some, a + from * k_stride, row_stride, k_stride, packed, kPanel<T>, column, finish);
+// A B with A(i, k) = a[i * row_stride + k * k_stride]; finish(row, column, sums) takes the results, a vector at a time.
+// B has rows of b_stride, readable to whole vectors, or is packed in panels of depth rows if b_stride is 0.
+template <typename T, typename Finish>
+static inline void product(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t row_stride,
+                           int64_t k_stride, const T* b, int64_t b_stride, const Finish& finish) {
+  for (int64_t column = 0; column < columns; column += kPanel<T>) {
+    const T* panel = b + (b_stride ? 1 : depth) * column;
+    if (columns - column > Simd<T>::kLanes) {
+      panel_product<2>(rows, depth, a, row_stride, k_stride, panel, b_stride ? b_stride : kPanel<T>, column, finish);
+    } else {
+      panel_product<1>(rows, depth, a, row_stride, k_stride, panel, b_stride ? b_stride : Simd<T>::kLanes, column,
+                       finish);
     }
   }
 }
 
-// sums[j] = a . b_j for count rows of b; n is a multiple of kPanel
+// C = A B, or C += A B, with B packed; C row by row with its own stride
 template <typename T>
-static inline void dots(const T* a, const T* b, int64_t b_stride, int64_t count, int64_t n, T* sums) {
-  constexpr int kLanes = Simd<T>::kLanes, kTogether = 4;
+static inline void gemm(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t row_stride, int64_t k_stride,
+                        const T* packed, T* c, int64_t c_stride, bool add = false) {
+  for (int64_t from = 0; from < depth; from += kDepth) {
+    const int64_t some = depth - from < kDepth ? depth - from : kDepth;
+    const bool fresh = from == 0 && !add;
+    product(rows, columns, some, a + from * k_stride, row_stride, k_stride, packed + from * padded<T>(columns), 0,
+            [=](int64_t row, int64_t column, typename Simd<T>::Vector sum) {
+              T* to = c + row * c_stride + column;
+              store_part(to, columns - column, fresh ? sum : sum + load_part(to, columns - column));
+            });
+  }
+}
+
+// sums[r * count + j] = a_r . b_j for kRows rows of a and all of b; rows are in whole vectors, padded by zeros
+template <int kRows, typename T>
+static inline void dot_rows(const T* a, const T* b, int64_t count, int64_t stride, T* sums) {
+  constexpr int kTogether = 4;
   for (int64_t j = 0; j < count; j += kTogether) {
     const int64_t some = count - j < kTogether ? count - j : kTogether;
-    typename Simd<T>::Vector sum[kTogether] = {};
+    typename Simd<T>::Vector sum[kRows][kTogether] = {};
     const T* row[kTogether];
-    for (int q = 0; q < kTogether; ++q) row[q] = b + (j + (q < some ? q : 0)) * b_stride;
-    for (int64_t k = 0; k < n; k += kLanes) {
-      const auto x = load(a + k);
+    for (int q = 0; q < kTogether; ++q) row[q] = b + (j + (q < some ? q : 0)) * stride;
+    for (int64_t k = 0; k < stride; k += Simd<T>::kLanes) {
 #pragma GCC unroll 4
-      for (int q = 0; q < kTogether; ++q) sum[q] += x * load(row[q] + k);
+      for (int q = 0; q < kTogether; ++q) {
+        const auto y = load(row[q] + k);
+#pragma GCC unroll 3
+        for (int r = 0; r < kRows; ++r) sum[r][q] += load(a + r * stride + k) * y;
+      }
     }
-    for (int q = 0; q < some; ++q) {
-      T total = 0;
-      for (int l = 0; l < kLanes; ++l) total += sum[q][l];
-      sums[j + q] = total;
+    for (int r = 0; r < kRows; ++r) {
+      for (int q = 0; q < some; ++q) {
+        T lanes[Simd<T>::kLanes];
+        store(lanes, sum[r][q]);
+        sums[r * count + j + q] = sum_of<Simd<T>::kLanes>(lanes);
+      }
     }
   }
+}
+
+// sums[i * count + j] = a_i . b_j for all rows of a and b
+template <typename T>
+static inline void dots(const T* a, int64_t rows, const T* b, int64_t count, int64_t stride, T* sums) {
+  int64_t i = 0;
+  for (; i + 3 <= rows; i += 3) dot_rows<3>(a + i * stride, b, count, stride, sums + i * count);
+  for (; i < rows; ++i) dot_rows<1>(a + i * stride, b, count, stride, sums + i * count);
 }
 
 }  // namespace pcsr::PCSR_ISA

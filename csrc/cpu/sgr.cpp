@@ -21,24 +21,24 @@ int64_t tile_words(const SgrArgs<T>& a, bool backward) {
   return a.longest > usual ? a.longest : usual;
 }
 
-template <typename T>
-int64_t padded(int64_t columns) {
-  return panels_of<T>(columns) * kPanel<T>;
-}
-
-// hands out parts of one piece of memory; without memory it only counts
+// hands out parts of one piece of memory, each from the start of a line of the cache; without memory it only counts
 template <typename T>
 class Arena {
  public:
-  explicit Arena(T* memory) : memory_(memory) {}
+  explicit Arena(T* memory) : memory_(memory) {
+    const auto beyond = reinterpret_cast<uintptr_t>(memory) % kLine;
+    if (beyond > 0) memory_ += (kLine - beyond) / sizeof(T);
+  }
   T* take(int64_t count) {
     T* part = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += (count + kPanel<T> - 1) / kPanel<T> * kPanel<T>;
+    used_ += (count * sizeof(T) + kLine - 1) / kLine * kLine / sizeof(T);
     return part;
   }
-  int64_t used() const { return used_; }
+  // with what may be lost at the start
+  int64_t needed() const { return used_ + kLine / sizeof(T); }
 
  private:
+  static constexpr int64_t kLine = 64;
   T* memory_;
   int64_t used_ = 0;
 };
@@ -100,7 +100,7 @@ struct Tile {
   Group group[kTileImages];
 };
 
-// the memory of one thread; rows of nodes and regions are padded to whole panels
+// the memory of one thread; rows of nodes and regions are padded to whole vectors
 template <typename T>
 struct Work {
   Image<T> images[kTileImages];
@@ -218,6 +218,7 @@ T normalise(const T* __restrict x, const T* __restrict bias, T* __restrict out, 
 template <typename T>
 void softmax(T* row, int64_t n) {
   T top = row[0];
+#pragma omp simd reduction(max : top)
   for (int64_t k = 1; k < n; ++k) top = row[k] > top ? row[k] : top;
   const T scale = T{1} / exp_row(row, top, row, n);
   for (int64_t k = 0; k < n; ++k) row[k] *= scale;
@@ -326,27 +327,18 @@ void attend_tile(const SgrArgs<T>& a, Work<T>& w, const Tile& tile) {
   }
 }
 
-// context - word of all words in a block of the embedding, or its square
-template <bool kSquared, typename T>
-void subtract_words(const SgrArgs<T>& a, const Work<T>& w, const Tile& tile, int64_t from, int64_t some) {
-  using Vector = typename Simd<T>::Vector;
+// take(row, column, values) for context - word of all words in a block of the embedding, a vector at a time
+template <typename T, typename Take>
+void subtract_words(const SgrArgs<T>& a, const Work<T>& w, const Tile& tile, int64_t from, int64_t some,
+                    const Take& take) {
   const int64_t r = padded<T>(a.region_count), d = a.dim;
   for (const Run* run = tile.run; run < tile.run + tile.runs; ++run) {
-    const T* panel = along_at(a, w.images[run->slot], from);
     const T* words = a.words + run->word * d + from;
     const T* scales = w.context_scale + run->row;
-    T* out = w.difference + run->row * kDepth;
-    const auto finish = [=](int64_t row, int64_t column, Vector left, Vector right) {
-      const T* word = words + row * d + column;
-      const T scale = scales[row];
-      left = left * scale - load_part(word, some - column);
-      right = right * scale - load_part(word + Simd<T>::kLanes, some - column - Simd<T>::kLanes);
-      store(out + row * kDepth + column, kSquared ? left * left : left);
-      store(out + row * kDepth + column + Simd<T>::kLanes, kSquared ? right * right : right);
-    };
-    for (int64_t column = 0; column < some; column += kPanel<T>, panel += a.region_count * kPanel<T>) {
-      panel_product(run->rows, a.region_count, w.soft + run->row * r, r, 1, panel, kPanel<T>, column, finish);
-    }
+    product(run->rows, some, a.region_count, w.soft + run->row * r, r, 1, along_at(a, w.images[run->slot], from), 0,
+            [=](int64_t row, int64_t column, typename Simd<T>::Vector sum) {
+              take(run->row + row, column, sum * scales[row] - load_part(words + row * d + column, some - column));
+            });
   }
 }
 
@@ -355,7 +347,9 @@ template <typename T>
 void make_nodes(const SgrArgs<T>& a, const Packed<T>& p, const Work<T>& w, const Tile& tile) {
   const int64_t s = padded<T>(a.nodes), d = a.dim;
   for_blocks(d, [&](int64_t from, int64_t some) {
-    subtract_words<true>(a, w, tile, from, some);
+    subtract_words(a, w, tile, from, some, [&](int64_t row, int64_t column, typename Simd<T>::Vector x) {
+      store(w.difference + row * kDepth + column, x * x);
+    });
     gemm(tile.words, s, some, w.difference, kDepth, 1, p.loc + from * s, w.local, s, from > 0);
   });
   for (int64_t i = 0; i < tile.pairs; ++i) {
@@ -382,36 +376,21 @@ void make_nodes(const SgrArgs<T>& a, const Packed<T>& p, const Work<T>& w, const
 template <typename T>
 void reason(const T* query, const T* now, const T* value, const T* bias, int64_t n, int64_t s, T* edges, T* next) {
   using Vector = typename Simd<T>::Vector;
-  constexpr int kLanes = Simd<T>::kLanes;
-  for (int64_t x = 0; x < n; ++x) {
-    dots(query + x * s, now, s, n, s, edges + x * n);
-    softmax(edges + x * n, n);
-  }
-  const auto finish = [=](int64_t row, int64_t column, Vector left, Vector right) {
-    const Vector zero = {};
-    left += load(bias + column);
-    right += load(bias + column + kLanes);
-    store(next + row * s + column, left > zero ? left : zero);
-    store(next + row * s + column + kLanes, right > zero ? right : zero);
-  };
-  for (int64_t column = 0; column < s; column += kPanel<T>) {
-    panel_product(n, n, edges, n, 1, value + column, s, column, finish);
-  }
+  dots(query, n, now, n, s, edges);
+  for (int64_t x = 0; x < n; ++x) softmax(edges + x * n, n);
+  product(n, s, n, edges, n, 1, value, s, [=](int64_t row, int64_t column, Vector sum) {
+    const Vector x = sum + load(bias + column), zero = {};
+    store(next + row * s + column, x > zero ? x : zero);
+  });
 }
 
 // the same for one node, without bias and relu
 template <typename T>
 void gather(const T* mixed, const T* now, int64_t n, int64_t s, T* edges, T* out) {
-  constexpr int kLanes = Simd<T>::kLanes;
-  dots(mixed, now, s, n, s, edges);
+  dots(mixed, 1, now, n, s, edges);
   softmax(edges, n);
-  for (int64_t column = 0; column < s; column += kPanel<T>) {
-    const auto finish = [=](int64_t, int64_t at, typename Simd<T>::Vector left, typename Simd<T>::Vector right) {
-      store(out + at, left);
-      store(out + at + kLanes, right);
-    };
-    panel_product(1, n, edges, n, 1, now + column, s, column, finish);
-  }
+  product(1, s, n, edges, n, 1, now, s,
+          [=](int64_t, int64_t column, typename Simd<T>::Vector sum) { store(out + column, sum); });
 }
 
 template <typename T>
@@ -484,31 +463,23 @@ void backward_l2(const T* __restrict y, T scale, const T* __restrict grad, int64
   for (int64_t k = 0; k < n; ++k) out[k] = scale * (grad[k] - along * y[k]);
 }
 
-// out rows = or += A B for the few rows of one graph; B and out have s columns, whole panels
+// out = A B for the few rows of one graph; B and out have s columns, whole vectors
 template <typename T>
 void small_product(int64_t rows, int64_t depth, const T* a, int64_t row_stride, int64_t k_stride, const T* b, int64_t s,
-                   T* out, bool add) {
-  constexpr int kLanes = Simd<T>::kLanes;
-  const auto finish = [=](int64_t row, int64_t column, typename Simd<T>::Vector left, typename Simd<T>::Vector right) {
-    T* to = out + row * s + column;
-    store(to, add ? left + load(to) : left);
-    store(to + kLanes, add ? right + load(to + kLanes) : right);
-  };
-  for (int64_t column = 0; column < s; column += kPanel<T>) {
-    panel_product(rows, depth, a, row_stride, k_stride, b + column, s, column, finish);
-  }
+                   T* out) {
+  product(rows, s, depth, a, row_stride, k_stride, b, s,
+          [=](int64_t row, int64_t column, typename Simd<T>::Vector sum) { store(out + row * s + column, sum); });
 }
 
 // c [rows, columns] += A B, A(i, k) = a[i + k * k_stride], B in panels of depth rows
 template <typename T>
 void add_product(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t k_stride, const T* panels, T* c,
                  int64_t c_stride) {
-  const auto finish = [=](int64_t row, int64_t column, typename Simd<T>::Vector left, typename Simd<T>::Vector right) {
-    add_part(c + row * c_stride + column, columns - column, left, right);
-  };
-  for (int64_t column = 0; column < columns; column += kPanel<T>, panels += depth * kPanel<T>) {
-    panel_product(rows, depth, a, 1, k_stride, panels, kPanel<T>, column, finish);
-  }
+  product(rows, columns, depth, a, 1, k_stride, panels, 0,
+          [=](int64_t row, int64_t column, typename Simd<T>::Vector sum) {
+            T* to = c + row * c_stride + column;
+            store_part(to, columns - column, sum + load_part(to, columns - column));
+          });
 }
 
 // gradient [left, right] += sum over rows of left' right, the gradient of a weight
@@ -574,7 +545,7 @@ void backward_score(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& 
   for (int64_t i = 0, node = 0; i < tile.pairs; ++i) {
     const int64_t n = length_of(a, tile.first + i) + 1;
     const T* edge = w.edge(t) + node;
-    dots(w.d_top + i * s, now + node * s, s, n, s, w.d_edges);
+    dots(w.d_top + i * s, 1, now + node * s, n, s, w.d_edges);
     const T mean = dot(edge, w.d_edges, n);
     for (int64_t y = 0; y < n; ++y) {
       const T by_logit = edge[y] * (w.d_edges[y] - mean);
@@ -582,7 +553,7 @@ void backward_score(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& 
       T* __restrict out = w.d_node + (node + y) * s;
       for (int64_t k = 0; k < s; ++k) out[k] = edge[y] * w.d_top[i * s + k] + by_logit * w.asked[i * s + k];
     }
-    small_product(1, n, w.d_edges, n, 1, now + node * s, s, w.d_query + i * s, false);
+    small_product(1, n, w.d_edges, n, 1, now + node * s, s, w.d_query + i * s);
     node += n;
   }
   add_columns(w.d_query, tile.pairs, s, m, g.shift + t * m);
@@ -605,16 +576,16 @@ void backward_reason(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>&
   const T* edge = w.edge(t);
   for (int64_t i = 0, at = 0; i < tile.pairs; ++i) {
     const int64_t n = length_of(a, tile.first + i) + 1;
-    small_product(n, n, edge, 1, n, w.d_node + at, s, w.d_value + at, false);
+    small_product(n, n, edge, 1, n, w.d_node + at, s, w.d_value + at);
+    dots(w.d_node + at, n, value + at, n, s, w.d_edges);
     for (int64_t x = 0; x < n; ++x) {
       T* __restrict row = w.d_edges + x * n;
       const T* __restrict e = edge + x * n;
-      dots(w.d_node + at + x * s, value + at, s, n, s, row);
       const T mean = dot(e, row, n);
       for (int64_t y = 0; y < n; ++y) row[y] = e[y] * (row[y] - mean);
     }
-    small_product(n, n, w.d_edges, n, 1, now + at, s, w.d_query + at, false);
-    small_product(n, n, w.d_edges, 1, n, query + at, s, w.d_other + at, false);
+    small_product(n, n, w.d_edges, n, 1, now + at, s, w.d_query + at);
+    small_product(n, n, w.d_edges, 1, n, query + at, s, w.d_other + at);
     edge += n * n;
     at += n * s;
   }
@@ -664,14 +635,10 @@ template <typename T>
 void backward_difference(const SgrArgs<T>& a, const SgrGrads<T>& g, const Packed<T>& p, const Work<T>& w,
                          const Tile& tile, int64_t from, int64_t some) {
   const int64_t r = padded<T>(a.region_count), s = padded<T>(a.nodes), d = a.dim, m = a.nodes, words = tile.words;
-  subtract_words<false>(a, w, tile, from, some);
-  for (int64_t column = 0; column < some; column += kPanel<T>) {
-    for (int64_t l = 0; l < words; ++l) {
-      const T* __restrict x = w.difference + l * kDepth + column;
-      T* __restrict square = w.packed_rows + column * words + l * kPanel<T>;
-      for (int64_t k = 0; k < kPanel<T>; ++k) square[k] = x[k] * x[k];
-    }
-  }
+  subtract_words(a, w, tile, from, some, [&](int64_t row, int64_t column, typename Simd<T>::Vector x) {
+    store(w.difference + row * kDepth + column, x);
+    store(w.packed_rows + packed_at<T>(row, column, words, some), x * x);
+  });
   add_product(m, some, words, w.local, s, w.packed_rows, g.w_loc + from, d);
   // block by block, the columns of the packed transpose follow each other
   gemm(words, padded<T>(some), m, w.local, s, 1, p.loc_back + from * m, w.d_block, kDepth);
@@ -783,14 +750,14 @@ template <typename T>
 int64_t sgr_packed_size(const SgrArgs<T>& a, bool backward) {
   Arena<T> arena(nullptr);
   Packed<T>(a, backward, arena);
-  return arena.used();
+  return arena.needed();
 }
 
 template <typename T>
 int64_t sgr_workspace_size(const SgrArgs<T>& a, bool backward) {
   Arena<T> arena(nullptr);
   Work<T>(a, backward, arena);
-  return arena.used();
+  return arena.needed();
 }
 
 template <typename T>
