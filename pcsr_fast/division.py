@@ -17,7 +17,7 @@ from pcsr_fast.model import Network
 from pcsr_fast.ops import TallyState, label_similarity, tally, triplet
 
 CLEAN, REFINABLE, AMBIGUOUS = range(3)
-# losses that the mixture is fitted to and applied to at a time: scikit-learn takes 150 bytes for each
+# losses that the mixture is fitted to and applied to at a time: scikit-learn takes 130 bytes for each
 AT_ONCE = 1_000_000
 
 

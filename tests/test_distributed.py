@@ -192,12 +192,18 @@ def test_killed_ranks_are_started_again(single, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "6"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-         tmp_path / "script.py", tmp_path], env=environment, timeout=600, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("failed (exitcode") == 4
+    command += ["--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    with (tmp_path / "errors.txt").open("w") as errors:
+        process = subprocess.Popen([*command, tmp_path / "script.py", tmp_path], env=environment, stderr=errors)
+        try:
+            code = process.wait(900)
+        finally:
+            # torchrun ends its ranks too
+            process.terminate()
+            process.wait()
+    said = (tmp_path / "errors.txt").read_text()
+    assert code == 0, said[-3000:]
+    assert said.count("failed (exitcode") == 4
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records] == [1, 2, 3, 4]
     check_records(records, single.records)
