@@ -41,6 +41,7 @@ from pcsr_fast.division import (
 from pcsr_fast.evaluate import evaluate
 from pcsr_fast.model import Captions, Images, Network
 from pcsr_fast.ops import TallyState, adaptive_margin, agreement, entropy, label_similarity, triplet
+from pcsr_fast.run import choose_device, distributions, write_division
 
 NAMES = ("A", "B")
 # streams of random numbers, apart from each other
@@ -80,19 +81,19 @@ def train(
     run: Path | str,
     resume: str = "auto",
     report: Callable[[str], None] = print,
+    on_epoch: Callable[[dict], None] = lambda record: None,
 ) -> dict[str, float]:
     """Trains two networks and returns the record of the best epoch on dev.
 
-    The folder gets `config.json`, `log.jsonl` with a record for every epoch, `last.pt` and `best.pt`, and `noise.npy`,
-    the image of every caption as trained on. `words` is the size of the vocabulary. resume: auto goes on from
-    `last.pt` if it is there, must demands it, never refuses to overwrite it.
+    The folder gets `config.json`, `log.jsonl` with a record for every epoch, `last.pt` and `best.pt`, `noise.npy`,
+    the image of every caption as trained on, and `division.npy`, what the last division said of every pair. `words` is
+    the size of the vocabulary. resume: auto goes on from `last.pt` if it is there, must demands it, never refuses to
+    overwrite it. `report` gets lines to read, `on_epoch` every new record.
     """
     run = Path(run)
     check_data(config, train_split, dev_split, words)
     run.mkdir(parents=True, exist_ok=True)
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    )
+    device = choose_device(config)
     last = run / "last.pt"
     if resume not in ("auto", "must", "never"):
         raise ValueError(f"resume must be auto, must or never, got {resume!r}")
@@ -135,7 +136,8 @@ def train(
                 # Adam starts anew after warm-up
                 state.optimizers = [new_optimizer(n, config) for n in state.networks]
             if epoch > 0 and config.method != "sgr" and state.phase == "divide":
-                divide_both(state, train_split, epoch, config, device)
+                write_division(run, divide_both(state, train_split, epoch, config, device))
+            divided = time.monotonic()
             state.phase = "train" if state.phase == "divide" else state.phase
             stop_if_asked()
             while state.phase == "train":
@@ -147,7 +149,9 @@ def train(
                 state.network, state.step, state.bank = state.network + 1, 0, None
                 if state.network == len(state.networks):
                     state.network, state.phase = 0, "validate"
-            found = evaluate(state.networks, dev_split, config.evaluation_batch)
+            trained = time.monotonic()
+            with progress(None, 2 * dev_split.images * len(dev_split), "validate", unit="pair") as bar:
+                found = evaluate(state.networks, dev_split, config.evaluation_batch, progress=bar.update)
             record = {
                 "epoch": state.epoch + 1,
                 "stage": stage_name(epoch, config),
@@ -157,6 +161,9 @@ def train(
                 **means(state.sums),
                 "pairs_per_second": pairs_per_second(state.sums, started, config),
                 "learning_rate": learning_rate(epoch, config),
+                "divide_seconds": divided - started,
+                "train_seconds": trained - divided,
+                "validate_seconds": time.monotonic() - trained,
                 "seconds": time.monotonic() - started,
                 **memory(device),
             }
@@ -167,6 +174,7 @@ def train(
             state.epoch, state.phase, state.sums, state.figures = state.epoch + 1, "divide", {}, [{}, {}]
             save(force=True)
             write_records(run / "log.jsonl", records)
+            on_epoch(record)
             report(epoch_line(record, warmup + config.epochs, state))
             for warning in warnings_of(record, config):
                 report(f"warning: {warning}")
@@ -226,9 +234,10 @@ def seed_of(config: Config, *place: int) -> int:
 # the parts of an epoch
 
 
-def divide_both(state: State, split: Split, epoch: int, config: Config, device) -> None:
-    """Evaluation pass, mixture, tally and threshold of both networks."""
+def divide_both(state: State, split: Split, epoch: int, config: Config, device) -> list[dict[str, np.ndarray]]:
+    """Evaluation pass, mixture, tally and threshold of both networks; returns what each says of every pair."""
     state.observations += 1
+    told = []
     for k, network in enumerate(state.networks):
         order = batches(
             split, config.batch_size, seed_of(config, PASS, k), state.epoch, device=device, workers=config.workers
@@ -246,7 +255,10 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device) 
             "utilisation": state.divisions[k].utilisation,
             "target": target_utilisation(epoch, config),
             "pcs_mean": float(pcs.mean()),
+            **distributions(found.losses, pcs, components, split.image_of != split.true_image),
         }
+        told.append({"loss": found.losses, "posterior": posterior, "pcs": pcs, "subset": state.divisions[k].subset})
+    return told
 
 
 def train_epoch(state: State, split: Split, epoch: int, config: Config, device) -> Iterator[None]:
@@ -597,6 +609,7 @@ def epoch_line(record: dict, epochs: int, state: State) -> str:
     return (
         f"epoch {record['epoch']}/{epochs} ({record['stage']}): dev rsum {record['rsum']:.1f}"
         f" (best {state.best:.1f} in epoch {state.best_epoch}){sizes}, {record['seconds']:.0f} s"
+        + (f", about {left:.0f} min left" if (left := (epochs - record["epoch"]) * record["seconds"] / 60) >= 1 else "")
     )
 
 
@@ -636,8 +649,8 @@ def write_records(path: Path, records: list[dict]) -> None:
     temporary.replace(path)
 
 
-def progress(iterable, total: int, what: str, done: int = 0):
-    return tqdm(iterable, what, total, initial=done, leave=False, disable=None, unit="batch")
+def progress(iterable, total: int, what: str, done: int = 0, unit: str = "batch"):
+    return tqdm(iterable, what, total, initial=done, leave=False, disable=None, unit=unit)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def find_vocabulary(folder: Path, variant: str | None, where: Path | str | None)
             return path
     raise FileNotFoundError(
         f"no {' or '.join(files)} in {', '.join(map(str, places))}; "
-        "name the file, or build one: build_vocabulary(folder).save(path)"
+        f"name the file, or build one: pcsr-fast vocab {folder}"
     )
 
 
