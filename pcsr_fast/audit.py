@@ -53,7 +53,8 @@ class Suggestions:
         generator = np.random.default_rng(0)
         self.pairs = np.sort(generator.choice(clean, min(BANK, len(clean)), replace=False))
         self.images = np.asarray(split.image_of[self.pairs])
-        self.predictions = self._predict(self.images, "clean images")  # of each network [M, K], unit vectors
+        # of each network [M, K], unit vectors
+        self.predictions = self._predict(self.images, "clean images") if len(clean) else []
 
     def __call__(self, pairs: np.ndarray) -> np.ndarray:  # int [P] -> int [P]
         """The suggested pair, whose caption fits; -1 where no clean pair is there."""

@@ -26,12 +26,13 @@ def encode(network: Network, split: Split, batch: int = 256) -> tuple[Images, Ca
         images.append(network.encode_images(features.to(device)))
     for start in range(0, len(split), batch):
         stop = min(start + batch, len(split))
-        offsets = torch.from_numpy(np.asarray(split.offsets[start : stop + 1]))
+        # a copy: what a store maps cannot be written to, which torch warns of
+        offsets = torch.from_numpy(np.array(split.offsets[start : stop + 1]))
         tokens = torch.from_numpy(split.tokens[int(offsets[0]) : int(offsets[-1])].astype(np.int64))
         found = network.encode_captions(tokens.to(device), (offsets - offsets[0]).to(device))
         words.append(found.words)
         whole.append(found.whole)
-    offsets = torch.from_numpy(np.asarray(split.offsets)).to(device)
+    offsets = torch.from_numpy(np.array(split.offsets)).to(device)
     return Images(*(torch.cat(x) for x in zip(*images, strict=True))), Captions(
         torch.cat(words), offsets, torch.cat(whole)
     )
@@ -59,7 +60,7 @@ def ranks(scores: Tensor, image_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
     A rank is the number of wrong candidates that score as high or higher.
     """
-    image_of = torch.from_numpy(np.asarray(image_of))
+    image_of = torch.from_numpy(np.array(image_of))
     own = scores[image_of, torch.arange(scores.shape[1])]
     # the caption's own image is among the equal ones, once
     of_captions = (scores >= own).sum(0) - 1

@@ -1,4 +1,4 @@
-"""Retrieval with a trained run: scores of a few queries against a split, in pieces; memory grows by a score per item."""
+"""Retrieval with a trained run: scores of a few queries against a split, in pieces; memory is a score per item."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
