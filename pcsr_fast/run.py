@@ -8,7 +8,7 @@ RUN/evaluation_SPLIT.json, RUN/report/               written by `evaluate` and `
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,11 +95,11 @@ class Run:
         write_whole(path, lambda file: file.write(json.dumps(found, indent=2).encode()))
         return found
 
-    def search(self, text: str, split: str = "test", top: int = 10) -> list:
-        """The images of a split that fit a text best."""
-        from pcsr_fast.search import find_images
+    def search(self, query: str | int, split: str = "test", top: int = 10) -> list:
+        """The images of a split that fit a text best, or the captions that fit an image best, given by its number."""
+        from pcsr_fast.search import find_captions, find_images
 
-        return find_images(self, [text], split, top)[0]
+        return (find_images if isinstance(query, str) else find_captions)(self, [query], split, top)[0]
 
     def audit(self, out: Path | str, worst: int | None = None) -> Path:
         """Writes what the networks think of every training pair, as .csv or .parquet."""
@@ -107,11 +107,11 @@ class Run:
 
         return audit(self, out, worst)
 
-    def report(self, out: Path | str | None = None) -> Path:
-        """Writes one page with everything that happened."""
+    def report(self, out: Path | str | None = None, against: Iterable["Run"] = ()) -> Path:
+        """Writes one page with everything that happened, beside other runs."""
         from pcsr_fast.report import write
 
-        return write(self, out)
+        return write(self, out, against)
 
 
 def open_run(folder: Path | str, *, data: str | None = None, weights: str = "best", device: str | None = None) -> Run:
@@ -138,7 +138,22 @@ def fit(
     report: Callable[[str], None] = print,
     tensorboard: bool = False,
 ) -> Run:
-    """Trains on a data set and returns the run; what train() does, with all that is needed to open the folder again."""
+    """Trains on a data set and returns the run; what train() does, with all that is needed to open the folder again.
+
+    >>> import tempfile
+    >>> from pcsr_fast.presets import settings
+    >>> config = settings("sample", embedding=8, similarity=4, classes=4, warmup_epochs=1, epochs=1)
+    >>> folder = tempfile.mkdtemp()
+    >>> run = fit(config, Dataset("sample:4", noise=0.4), folder, report=lambda line: None)
+    >>> [record["stage"] for record in run.records]
+    ['warm-up', 'clean']
+    >>> sorted(run.evaluate("test"))
+    ['A', 'B', 'mean']
+    >>> [hit.name for hit in open_run(folder).search("a two in the middle", top=4)] != []
+    True
+    >>> run.division["A_posterior"].shape
+    (20,)
+    """
     from pcsr_fast.train import train
 
     folder = Path(folder)
