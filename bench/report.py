@@ -194,7 +194,11 @@ def step_plot(pyplot, rows: list[dict[str, str]]):
 
 def speedup_plot(pyplot, rows: list[dict[str, str]]):
     rows = [r for r in rows if r["op"] != MACHINE]
-    labels = [f"{r['op']}: {r['task']}, {r['shape']}, against {r['baseline']}" for r in rows]
+    named = {"native", "tiles"}
+    kinds = ["" if r["contender"] in named else f" ({r['contender']})" for r in rows]
+    labels = [
+        f"{r['op']}: {r['task']}, {r['shape']}{k}, against {r['baseline']}" for r, k in zip(rows, kinds, strict=True)
+    ]
     figure, axis = pyplot.subplots(figsize=(10, 0.24 * len(rows) + 0.8))
     values = [float(r["speedup"]) for r in rows]
     axis.bar_label(axis.barh(range(len(rows)), values, color="#0072b2"), [f"{v:.1f} x" for v in values], padding=3)
@@ -210,7 +214,8 @@ def roofline_plot(pyplot, rows: list[dict[str, str]]):
     """Rate of every op against its arithmetic intensity, from the least flops and bytes that it needs."""
     points = {}
     for r in rows:
-        if float(r.get("least_flops") or 0) > 0 and r.get("least_bytes"):
+        # what a step needs beyond its scores depends on the negatives
+        if float(r.get("least_flops") or 0) > 0 and not r["task"].startswith("step"):
             flops, moved = float(r["least_flops"]), float(r["least_bytes"])
             rate = flops / float(r["median_us"]) / 1e3
             points[f"{r['op']} {r['shape']}, {r['task']}"] = (flops / moved, rate, r.get("share_of_mm"))

@@ -1,10 +1,11 @@
 """What two trained networks think of every training pair, as a table: a list of the pairs that do not match.
 
-A pair that is not clean gets a caption suggested: of recent clean pairs, those whose image has the most similar
+A pair that is not clean gets a caption suggested: of up to 4,096 clean pairs, those whose image has the most similar
 pseudo-label are candidates, as in training, and the one that scores best with the image is taken.
 """
 
 import csv
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from pcsr_fast.search import caption_text, pair_scores, pieces_of_images
 
 CHUNK, BANK, CANDIDATES = 4096, 4096, 8
 FIGURES = tuple(f"{network}_{name}" for name in ("posterior", "loss", "pcs", "subset") for network in "AB")
-COLUMNS = ("pair", "image", "image_name", "caption", "mismatch", *FIGURES, "suggested_pair", "suggested_caption")
 
 
 def audit(run: Run, out: Path | str, worst: int | None = None, suggest: bool = True) -> Path:
@@ -123,24 +123,16 @@ def _rounded(values: np.ndarray) -> list[float]:
 
 def _write_csv(out: Path, rows: Iterator[dict[str, list]]) -> None:
     def write(file) -> None:
-        writer, wrapped = None, _Text(file)
-        for columns in rows:
-            if writer is None:
-                writer = csv.writer(wrapped, lineterminator="\n")
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        for number, columns in enumerate(rows):
+            if number == 0:
                 writer.writerow(columns)
             writer.writerows(zip(*columns.values(), strict=True))
+        # flushed, and left open for its owner
+        text.detach()
 
     write_whole(out, write)
-
-
-class _Text:
-    """A binary file that takes text."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def write(self, text: str) -> int:
-        return self.file.write(text.encode())
 
 
 def _write_parquet(out: Path, rows: Iterator[dict[str, list]]) -> None:

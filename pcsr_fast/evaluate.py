@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from pcsr_fast.data.loader import gather
 from pcsr_fast.data.split import Split
@@ -20,11 +21,11 @@ def encode(network: Network, split: Split, batch: int = 256) -> tuple[Images, Ca
     network.eval()
     device = next(network.parameters()).device
     images, words, whole = [], [], []
-    for start in range(0, split.images, batch):
+    for start in tqdm(range(0, split.images, batch), "encode images", leave=False, disable=None, unit="batch"):
         rows = np.arange(start, min(start + batch, split.images))
         features = gather(split.features, rows, torch.empty(len(rows), split.regions, split.width))
         images.append(network.encode_images(features.to(device)))
-    for start in range(0, len(split), batch):
+    for start in tqdm(range(0, len(split), batch), "encode captions", leave=False, disable=None, unit="batch"):
         stop = min(start + batch, len(split))
         # a copy: what a store maps cannot be written to, which torch warns of
         offsets = torch.from_numpy(np.array(split.offsets[start : stop + 1]))

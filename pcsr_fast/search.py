@@ -65,7 +65,7 @@ def image_scores(networks: list[Network], split: Split, tokens: Tensor, offsets:
 @torch.no_grad()
 def caption_scores(networks: list[Network], split: Split, images: np.ndarray) -> Tensor:  # int [I] -> [I, N]
     device = next(networks[0].parameters()).device
-    features = gather(split.features, images, torch.empty(len(images), split.regions, split.width)).to(device)
+    features = features_of(split, images).to(device)
     encoded = [network.encode_images(features) for network in networks]
     scores = torch.empty(len(images), len(split))
     for start in tqdm(range(0, len(split), PIECE), "captions", leave=False, disable=None, unit="batch"):
@@ -80,10 +80,13 @@ def pieces_of_images(split: Split, images: np.ndarray, what: str = "images") -> 
     """Features of images, some at a time, and where in `images` they stand."""
     for start in tqdm(range(0, len(images), PIECE), what, leave=False, disable=None, unit="batch"):
         rows = images[start : start + PIECE]
-        yield (
-            slice(start, start + len(rows)),
-            gather(split.features, rows, torch.empty(len(rows), split.regions, split.width)),
-        )
+        yield slice(start, start + len(rows)), features_of(split, rows)
+
+
+def features_of(split: Split, images: np.ndarray) -> Tensor:  # int [I] -> [I, R, d_img]
+    """Features of images; one that is not finite counts as empty, as in the division."""
+    found = gather(split.features, images, torch.empty(len(images), split.regions, split.width))
+    return found.masked_fill_(~found.isfinite().flatten(1).all(1)[:, None, None], 0)
 
 
 @torch.no_grad()
@@ -92,7 +95,7 @@ def pair_scores(networks: list[Network], split: Split, images: np.ndarray, capti
     device = next(networks[0].parameters()).device
     some_images, row = np.unique(images, return_inverse=True)
     some_captions, column = np.unique(captions, return_inverse=True)
-    features = gather(split.features, some_images, torch.empty(len(some_images), split.regions, split.width))
+    features = features_of(split, some_images)
     tokens, offsets = captions_of(split, some_captions)
     cells = torch.from_numpy(np.stack([row, column], 1))
     found = []

@@ -37,7 +37,7 @@ def small(tmp_path, monkeypatch):
     few = asdict(tiny.config(epochs=1, batch_size=32))
     for name in PRESETS:
         monkeypatch.setitem(PRESETS, name, few)
-    monkeypatch.setattr(sample, "IMAGES", {"train": 12, "dev": 6, "test": 6})
+    monkeypatch.setattr(sample, "IMAGES", {"train": 20, "dev": 6, "test": 6})
     yield tmp_path
     torch.set_num_threads(2)
 
@@ -52,7 +52,8 @@ def test_docstrings(module):
 
 
 def blocks(page, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for kind, text in found if kind == language]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
@@ -69,7 +70,9 @@ def test_python_is_found():
 READERS_OWN = ("crawl/",)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "\npcsr-fast " in page.read_text()], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "\npcsr-fast " in "".join(blocks(page))], ids=lambda p: p.name
+)
 def test_commands(small, page):
     lines = [line for block in blocks(page) for line in block.splitlines() if line.startswith("pcsr-fast ")]
     assert lines
@@ -106,4 +109,4 @@ def test_demo(small, capsys):
     assert str(page) in out
     assert "sgr: dev" in page.read_text()
     with (small / "demo" / "pairs.csv").open(newline="") as file:
-        assert len([*csv.DictReader(file)]) == 60
+        assert len([*csv.DictReader(file)]) == 100

@@ -219,6 +219,20 @@ def test_suggestions_are_the_best_of_the_most_alike(run):
         assert matrix[image, found] >= matrix[image, candidates].sort(descending=True).values[len(candidates) // 2]
 
 
+def test_an_image_that_is_not_finite_is_no_reason_to_stop(run, tmp_path, monkeypatch):
+    real = Dataset.split
+
+    def broken(self, name):
+        split = real(self, name)
+        split.features[3, 0, 0] = np.nan
+        return split
+
+    monkeypatch.setattr(Dataset, "split", broken)
+    assert len(run.search("a two", top=10)) == 10
+    assert len(run.search(3, top=4)) == 4
+    assert len(rows_of(run.audit(tmp_path / "pairs.csv"))) == 50
+
+
 def test_mistakes(folder, capsys, tmp_path):
     assert "is no folder of a run: it has no config.json" in failed(capsys, f"evaluate {tmp_path}")
     copy = tmp_path / "run"
