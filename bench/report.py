@@ -32,6 +32,7 @@ FRONT = (
     ("data", "batch of 128", None, "Dataset and collate_fn", "batch of 128 from a float32 map"),
     ("text", "captions to ids", None, "nltk", "2,000 captions to token ids"),
 )
+METHODS = ("sgr", "clean", "pcsr as printed", "pcsr")
 BASELINES = {
     "sgr_caption_loop": "loop over captions, as published",
     "sgr_grouped_compiled": "equal lengths grouped, torch.compile",
@@ -91,22 +92,24 @@ def full_table(machines: dict[str, list[dict[str, str]]]) -> str:
 
 
 def noise_table(results: Path) -> str:
-    """rsum on test by method and noise: mean over seeds, with the range where there are several."""
+    """rsum on test by method and noise: mean over seeds, with the range where there are several; no ablations."""
     lines = []
     for path in sorted(results.glob("noise_*.csv")):
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("test_rsum")]
-        for data in dict.fromkeys(row["data"] for row in rows):
-            mine = [row for row in rows if row["data"] == data]
-            ratios = sorted({float(row["noise"]) for row in mine})
+        values: dict[str, dict[tuple[str, float], list[float]]] = {}
+        for row in rows:
+            method = row.get("method") or row.get("variant")
+            if method in METHODS:
+                cell = (method, float(row["noise"]))
+                values.setdefault(row["data"], {}).setdefault(cell, []).append(float(row["test_rsum"]))
+        for data, cells in values.items():
+            ratios = sorted({ratio for _, ratio in cells})
             lines += [f"`{data}`, rsum on test:", "", f"| noise | {' | '.join(f'{100 * r:.0f} %' for r in ratios)} |"]
             lines.append("| --- |" + " --- |" * len(ratios))
-            for method in dict.fromkeys(row["method"] for row in mine):
-                cells = []
-                for ratio in ratios:
-                    of_cell = [r for r in mine if (r["method"], float(r["noise"])) == (method, ratio)]
-                    cells.append(spread([float(r["test_rsum"]) for r in of_cell]))
-                lines.append(f"| {method} | {' | '.join(cells)} |")
+            for method in METHODS:
+                if any((method, ratio) in cells for ratio in ratios):
+                    lines.append(f"| {method} | {' | '.join(spread(cells.get((method, r), [])) for r in ratios)} |")
             lines.append("")
     return "\n".join(lines) or "No experiments are in `bench/results` yet.\n"
 

@@ -79,11 +79,6 @@ def _panels(pyplot, titles: Iterable[str]) -> tuple[list, list]:
     return figures, axes
 
 
-def _series(records: list[dict], key: str) -> tuple[list[int], list[float]]:
-    found = [(r["epoch"], r[key]) for r in records if r.get(key) is not None]
-    return [e for e, _ in found], [v for _, v in found]
-
-
 def _mark_stages(axis, records: list[dict]) -> None:
     """A line where a stage begins."""
     axis.set_xlabel("epoch")
@@ -93,11 +88,11 @@ def _mark_stages(axis, records: list[dict]) -> None:
             axis.axvline(record["epoch"] - 0.5, color="#bbbbbb", linewidth=1, linestyle=":")
 
 
-def _plot(axis, records: list[dict], key: str, label: str, colour: str | None = None, style: str = "-") -> bool:
-    epochs, values = _series(records, key)
-    if values:
-        axis.plot(epochs, values, style, label=label, color=colour, marker="." if len(values) < 30 else None)
-    return bool(values)
+def _plot(axis, records: list[dict], key: str, label: str, colour: str | None = None, style: str = "-") -> None:
+    """A curve over the epochs that have this figure."""
+    found = [(r["epoch"], r[key]) for r in records if r.get(key) is not None]
+    if found:
+        axis.plot(*zip(*found, strict=True), style, label=label, color=colour, marker="." if len(found) < 30 else None)
 
 
 def recall_figure(pyplot, run: Run, against: list[Run]):
@@ -120,8 +115,8 @@ def loss_figure(pyplot, run: Run, against: list[Run]):
     """Whatever parts the log has: the triplet by subset, and all others."""
     pattern = re.compile(r"A_(all|clean|refinable|ambiguous)_(\w+)")
     left_out = {"loss", "steps", "bad_steps", "gradient_norm", "pairs"}
-    keys = dict.fromkeys(m for r in run.records for key in r if (m := pattern.fullmatch(key)) and m[2] not in left_out)
-    parts = {m[0]: (m[1], m[2]) for m in keys}
+    found = (pattern.fullmatch(key) for record in run.records for key in record)
+    parts = {m[0]: (m[1], m[2]) for m in found if m and m[2] not in left_out}
     triplets = {key: subset for key, (subset, part) in parts.items() if part == "triplet"}
     others = {key: f"{part}, {subset}" for key, (subset, part) in parts.items() if part != "triplet"}
     if not triplets:
@@ -144,6 +139,19 @@ def _divided(run: Run) -> list[dict]:
     return [r for r in run.records if "A_loss_histogram" in r]
 
 
+def _histogram(axis, record: dict, key: str, end: float) -> np.ndarray:
+    """Bars from 0 to end; those known to be mismatched stand on top. Returns the counts."""
+    counts, wrong = np.array(record[key]), record.get(f"{key}_mismatched")
+    known = wrong is not None
+    matched = counts - wrong if known else counts
+    place = dict(x=np.linspace(0, end, len(counts), endpoint=False), width=end / len(counts), align="edge")
+    axis.bar(height=matched, color="#8cc6a8", label="matched" if known else "pairs", **place)
+    if known:
+        axis.bar(height=wrong, bottom=matched, color="#e9b48a", label="mismatched", **place)
+    axis.set_ylabel("pairs")
+    return counts
+
+
 def mixture_figure(pyplot, run: Run, against: list[Run]):
     """The first and the last division of network A and B: histogram, fitted components, what is known to be wrong."""
     if not (records := _divided(run)):
@@ -152,23 +160,13 @@ def mixture_figure(pyplot, run: Run, against: list[Run]):
     shown = [(name, record) for record in {r["epoch"]: r for r in (records[0], last)}.values() for name in NETWORKS]
     figures, axes = _panels(pyplot, [f"{name}, epoch {record['epoch']}" for name, record in shown])
     for axis, (name, record) in zip(axes, shown, strict=True):
-        counts = np.array(record[f"{name}_loss_histogram"])
-        edges = np.linspace(0, 1, len(counts) + 1)
-        wrong = np.array(record.get(f"{name}_loss_histogram_mismatched", [0] * len(counts)))
-        known = f"{name}_loss_histogram_mismatched" in record
-        width = edges[1]
-        axis.bar(
-            edges[:-1], counts - wrong, width, align="edge", color="#8cc6a8", label="matched" if known else "pairs"
-        )
-        if known:
-            axis.bar(edges[:-1], wrong, width, bottom=counts - wrong, align="edge", color="#e9b48a", label="mismatched")
-        x = np.linspace(0, 1, 300)
+        counts = _histogram(axis, record, f"{name}_loss_histogram", 1.0)
+        x, width = np.linspace(0, 1, 300), 1 / len(counts)
         for (weight, mean, deviation), colour in zip(record[f"{name}_mixture"], ("#00624a", "#a03c00"), strict=True):
             density = weight * np.exp(-0.5 * ((x - mean) / deviation) ** 2) / (deviation * np.sqrt(2 * np.pi))
             axis.plot(x, density * counts.sum() * width, color=colour)
         axis.set_ylim(0, 1.15 * counts.max())
         axis.set_xlabel("loss, scaled to 0..1")
-        axis.set_ylabel("pairs")
         axis.legend(fontsize=9)
     return figures
 
@@ -212,20 +210,10 @@ def consistency_figure(pyplot, run: Run, against: list[Run]):
     titles = [f"PCS of pairs ({name}), epoch {last['epoch']}" for name in NETWORKS]
     figures, axes = _panels(pyplot, titles)
     for axis, name in zip(axes, NETWORKS, strict=True):
-        counts = np.array(last[f"{name}_pcs_histogram"])
-        edges = np.linspace(*last[f"{name}_pcs_range"], len(counts) + 1)
-        wrong = np.array(last.get(f"{name}_pcs_histogram_mismatched", [0] * len(counts)))
-        known = f"{name}_pcs_histogram_mismatched" in last
-        width = edges[1] - edges[0]
-        axis.bar(
-            edges[:-1], counts - wrong, width, align="edge", color="#8cc6a8", label="matched" if known else "pairs"
-        )
-        if known:
-            axis.bar(edges[:-1], wrong, width, bottom=counts - wrong, align="edge", color="#e9b48a", label="mismatched")
+        _histogram(axis, last, f"{name}_pcs_histogram", last[f"{name}_pcs_range"][1])
         if last.get(f"{name}_tau") is not None:
             axis.axvline(last[f"{name}_tau"], color=COLOURS[name], label="tau")
         axis.set_xlabel("consistency of the image's pseudo-labels")
-        axis.set_ylabel("pairs")
         axis.legend(fontsize=9)
     return figures
 
