@@ -16,8 +16,8 @@ PRESETS: dict[str, dict] = {
     # as large as two cores can train in a minute and a half
     "sample": dict(
         embedding=64, similarity=32, word_embedding=32, classes=32, classifier_hidden=64, batch_size=64,
-        learning_rate=2e-3, warmup_epochs=4, warmup_steps=0, epochs=5, refinable_from=3, ambiguous_from=4,
-        target_epochs=5, negatives_ramp=True,
+        learning_rate=2e-3, warmup_epochs=4, warmup_steps=0, epochs=4, refinable_from=2, ambiguous_from=3,
+        target_epochs=4, negatives_ramp=True,
     ),
 }  # fmt: skip
 
