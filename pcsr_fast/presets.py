@@ -13,7 +13,7 @@ PRESETS: dict[str, dict] = {
     "coco": PAPER,
     "cc152k": PAPER | {"warmup_epochs": 10},
     "now100k": PAPER,
-    # as large as two cores can train in a minute and a half
+    # small enough for two trainings while one waits
     "sample": dict(
         embedding=64, similarity=32, word_embedding=32, classes=32, classifier_hidden=64, batch_size=64,
         learning_rate=2e-3, warmup_epochs=4, warmup_steps=0, epochs=4, refinable_from=2, ambiguous_from=3,
