@@ -10,8 +10,8 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: demo test test-slow bench lint format clean
 demo: $(VENV)/installed
-	$(BIN)/python -m pcsr_fast.backend
-	$(BIN)/python bench/demo.py
+	rm -rf runs/demo
+	$(BIN)/python -m bench.demo runs/demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow"
@@ -21,6 +21,7 @@ test-slow: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench report
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check
@@ -42,5 +43,5 @@ $(VENV)/packages:
 
 # editable: the compiled library stands in pcsr_fast/, and only what changed is compiled again
 $(VENV)/installed: $(VENV)/packages $(SOURCES)
-	$(BIN)/pip install --quiet --no-compile --no-build-isolation --editable '.[test,lint]'
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation --editable '.[test,lint,report]'
 	touch $@

@@ -1,10 +1,11 @@
-"""`python -m bench.evaluation`: the score matrix of evaluation against the per-caption loop in shards of earlier code.
+"""`python -m bench evaluation`: the score matrix of evaluation against the per-caption loop in shards of earlier code.
 
 Weights and embeddings are drawn, sizes are those of Flickr30K; time grows with the number of cells on both sides.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -19,12 +20,12 @@ from pcsr_fast.ops import OPS
 SHARD = 128
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.evaluation", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench evaluation", description=__doc__.split("\n")[0])
     parser.add_argument("--images", type=int, default=128, help="images (default 128); captions are five times as many")
     parser.add_argument("--seconds", type=float, default=60.0, help="time in all (default 60)")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     sizes = OPS["sgr"].shapes["f30k_128"] | {"images": options.images, "captions": 5 * options.images}
     regions, words, offsets, image_globals, caption_globals, *_ = OPS["sgr"].inputs(
         torch.float32, torch.Generator().manual_seed(0), **sizes

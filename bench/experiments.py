@@ -1,4 +1,4 @@
-"""`python -m bench.experiments`: retrieval under noise; what each part of the method is worth, to a CSV and a table.
+"""`python -m bench experiments`: retrieval under noise; what each part of the method is worth, to a CSV and a table.
 
 Runs are resumable: stopped or killed, the same command goes on. Runs of the same noise and seed share one warm-up.
 The best epoch is chosen on dev; test is looked at once, when a run has ended.
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -138,15 +139,15 @@ def gather(runs: Path, path: Path) -> list[dict]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.experiments", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench experiments", description=__doc__.split("\n")[0])
     parser.add_argument("data", help="sample, or a folder of precomputed features")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="where runs are kept")
     parser.add_argument("--only", action="append", help="only variants with this in their name; may be repeated")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, a thread each")
     parser.add_argument("--gather", action="store_true", help="write what is there, and train nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     runs = options.runs / Path(options.data).name
     tasks = [t for t in tasks_of(options.data) if not options.only or any(x in t.name() for x in options.only)]
     warmups = {(t.noise, t.seed): Task(t.noise, "warmup", t.seed, dict(method="sgr", epochs=0)) for t in tasks}
@@ -157,7 +158,7 @@ def main() -> int:
     def start(task: Task) -> int:
         folder = runs / task.name()
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "bench.experiments", options.data, "--runs", str(options.runs)]
+        command = [sys.executable, "-m", "bench", "experiments", options.data, "--runs", str(options.runs)]
         with (folder / "output.txt").open("a") as output:
             code = subprocess.run([*command, "--one", task.name()], stdout=output, stderr=output).returncode
         print(f"{task.name()}: {'done' if not code else f'failed, see {output.name}'}", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu_static`: what can be known of the GPU kernels without a GPU, checked and written as a CSV.
+"""`python -m bench gpu_static`: what can be known of the GPU kernels without a GPU, checked and written as a CSV.
 
 Compiles every Triton kernel as it would be launched, reads the CUDA kernels from the compiled package, and counts the
 work of a step of sgr. Nothing here is measured.
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -324,12 +324,12 @@ def step_rows() -> Iterator[dict]:
     yield count(f"caption by caption {SHAPE}: forward and backward", loop_step)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_static", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench gpu_static", description=__doc__)
     parser.add_argument("--types", choices=[*TYPES], nargs="+", default=[*TYPES])
     parser.add_argument("--shape", choices=[*OP.shapes], default=SHAPE, help="other sizes are checked but not saved")
     parser.add_argument("--no-save", action="store_true", help="check only")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if os.environ.pop("TRITON_INTERPRET", None):
         sys.exit("bench.gpu_static: unset TRITON_INTERPRET, with which triton does not compile")
 

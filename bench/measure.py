@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).with_name("results")
+# the op of rows that describe the machine alone
+MACHINE = "machine"
 KEY = ("op", "shape", "task", "dtype", "device", "threads", "contender", "baseline")
 
 

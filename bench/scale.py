@@ -1,4 +1,4 @@
-"""`python -m bench.scale`: what a run does beside the network, at 10 thousand to 3.3 million pairs, and its memory.
+"""`python -m bench scale`: what a run does beside the network, at 10 thousand to 3.3 million pairs, and its memory.
 
 Makes a store of each size, with tiny features in as many shards as real ones would take and captions as long as those
 of CC3M, and measures in a fresh process. Writes bench/results/scale.csv, docs/scale.svg and the tables of
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,14 +236,14 @@ def write_docs(rows: list[dict], page: Path) -> None:
     page.write_text(text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench scale", description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, nargs="+", default=SIZES, help="sizes (default 10,000 to 3.3 million)")
     parser.add_argument("--folder", help="where to make the stores (default: the system's temporary folder)")
     parser.add_argument("--repeats", type=int, default=3, help="times that a stage is run (default 3)")
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.store:
         print(json.dumps(measure(options.store, options.repeats)))
         return 0

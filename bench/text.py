@@ -1,4 +1,4 @@
-"""`python -m bench.text`: captions to token ids, on one core, against NLTK. What is wrong is not timed.
+"""`python -m bench text`: captions to token ids, on one core, against NLTK. What is wrong is not timed.
 
 Two baselines: NLTK as it is installed, and the same rules compiled with Python's own `re`, as older NLTK had them.
 """
@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +45,13 @@ class ReTokenizer(NLTKWordTokenizer):
     PARENS_BRACKETS, DOUBLE_DASHES = _in_re([NLTKWordTokenizer.PARENS_BRACKETS, NLTKWordTokenizer.DOUBLE_DASHES])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.text", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench text", description=__doc__.split("\n")[0])
     parser.add_argument("--captions", type=Path, help="a file with one caption a line, instead of made-up ones")
     parser.add_argument("--count", type=int, default=2000, help="how many captions (default 2000)")
     parser.add_argument("--seconds", type=float, default=30.0, help="time in all (default 30)")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     captions = [*Lines(options.captions)][: options.count] if options.captions else made_up_captions(options.count)
     vocabulary = Vocabulary.build(captions)
 

@@ -1,5 +1,8 @@
 """pcsr_fast: training of image-text retrieval on noisy pairs, fast and tested.
 
+Data, training and what comes after it: `Dataset`, `settings`, `fit`, `open_run`. The parts of the method, as the paper
+names them: `sgr` (similarity), `triplet` with `adaptive_margin`, `gce`, `entropy`, `label_similarity` (S_p), `tally`.
+
 Names are loaded when first used, so that importing the package does not import torch.
 """
 
@@ -16,8 +19,11 @@ _HOME = {
         ),
         "pcsr_fast.ops",
     ),
-    "build_info": "pcsr_fast.backend",
-    "use_backend": "pcsr_fast.backend",
+    **dict.fromkeys(("build_info", "use_backend"), "pcsr_fast.backend"),
+    **dict.fromkeys(("Run", "fit", "open_run"), "pcsr_fast.run"),
+    "Config": "pcsr_fast.config",
+    "Dataset": "pcsr_fast.data.dataset",
+    "settings": "pcsr_fast.presets",
 }
 __all__ = [*_HOME]
 __version__ = version("pcsr_fast")

@@ -150,6 +150,15 @@ class Config:
 
 def load(path: Path | str, **changes) -> Config:
     """The configuration in a TOML or JSON file, with changes."""
+    found = read(path)
+    try:
+        return from_dict(found | changes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read(path: Path | str) -> dict:
+    """Names and values in a TOML or JSON file."""
     path = Path(path)
     try:
         text = path.read_text()
@@ -158,10 +167,7 @@ def load(path: Path | str, **changes) -> Config:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected names and values, got {found!r}")
-    try:
-        return from_dict(found | changes)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return found
 
 
 def from_dict(values: dict) -> Config:

@@ -1,10 +1,12 @@
 """Retrieval: scores of all images and captions in tiles, and how well they rank. Ties count against the model."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from pcsr_fast import distributed
 from pcsr_fast.data.loader import gather
@@ -24,13 +26,16 @@ def encode(
     device = next(network.parameters()).device
     images, words, whole = [], [], []
     chosen, written = images_of or slice(0, split.images), captions_of or slice(0, len(split))
-    for start in range(chosen.start, chosen.stop, batch):
+    quiet = None if distributed.rank() == 0 else True
+    bar = partial(tqdm, leave=False, disable=quiet, unit="batch")
+    for start in bar(range(chosen.start, chosen.stop, batch), "encode images"):
         rows = np.arange(start, min(start + batch, chosen.stop))
         features = gather(split.features, rows, torch.empty(len(rows), split.regions, split.width))
         images.append(network.encode_images(features.to(device)))
-    for start in range(written.start, written.stop, batch):
+    for start in bar(range(written.start, written.stop, batch), "encode captions"):
         stop = min(start + batch, written.stop)
-        offsets = torch.from_numpy(np.asarray(split.offsets[start : stop + 1]))
+        # a copy: what a store maps cannot be written to, which torch warns of
+        offsets = torch.from_numpy(np.array(split.offsets[start : stop + 1]))
         tokens = torch.from_numpy(split.tokens[int(offsets[0]) : int(offsets[-1])].astype(np.int64))
         found = network.encode_captions(tokens.to(device), (offsets - offsets[0]).to(device))
         words.append(found.words)
@@ -64,7 +69,7 @@ def ranks(scores: Tensor, image_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
     A rank is the number of wrong candidates that score as high or higher.
     """
-    image_of = torch.from_numpy(np.asarray(image_of))
+    image_of = torch.from_numpy(np.array(image_of))
     own = scores[image_of, torch.arange(scores.shape[1])]
     # the caption's own image is among the equal ones, once
     of_captions = (scores >= own).sum(0) - 1

@@ -46,6 +46,7 @@ from pcsr_fast.division import (
 from pcsr_fast.evaluate import evaluate
 from pcsr_fast.model import Captions, Images, Network
 from pcsr_fast.ops import Agreement, TallyState, adaptive_margin, agreement, entropy, triplet
+from pcsr_fast.run import distributions, write_division
 
 NAMES = ("A", "B")
 # streams of random numbers, apart from each other
@@ -86,20 +87,22 @@ def train(
     resume: str = "auto",
     report: Callable[[str], None] = print,
     warmed: Path | str | None = None,
+    on_epoch: Callable[[dict], None] = lambda record: None,
 ) -> dict[str, float]:
     """Trains two networks and returns the record of the best epoch on dev.
 
-    The folder gets `config.json`, `log.jsonl` with a record for every epoch, `last.pt` and `best.pt`, and `noise.npy`,
-    the image of every caption as trained on. `words` is the size of the vocabulary. resume: auto goes on from
-    `last.pt` if it is there, must demands it, never refuses to overwrite it. `warmed` is the folder of a run that
-    stands at the end of the same warm-up (epochs=0): a new run begins there, and ends as if it had done it itself.
-    Under torchrun all ranks train together, and each returns the record.
+    The folder gets `config.json`, `log.jsonl` with a record for every epoch, `last.pt` and `best.pt`, `noise.npy`,
+    the image of every caption as trained on, and `division.npy`, what the last division said of every pair. `words` is
+    the size of the vocabulary. resume: auto goes on from `last.pt` if it is there, must demands it, never refuses to
+    overwrite it. `report` gets lines to read, `on_epoch` every new record. `warmed` is the folder of a run that stands
+    at the end of the same warm-up (epochs=0): a new run begins there, and ends as if it had done it itself. Under
+    torchrun all ranks train together, each returns the record, and rank 0 alone writes, reports and calls on_epoch.
     """
     run = Path(run)
     check_data(config, train_split, dev_split, words)
     device = distributed.start(config.device, config.wait_minutes)
     try:
-        found = _train(config, train_split, dev_split, words, run, resume, report, warmed, device)
+        found = _train(config, train_split, dev_split, words, run, resume, report, warmed, on_epoch, device)
     except Exception as error:
         if distributed.size() > 1:
             error.add_note(f"on rank {distributed.rank()} of {distributed.size()}")
@@ -108,7 +111,7 @@ def train(
     return found
 
 
-def _train(config, train_split, dev_split, words, run, resume, report, warmed, device) -> dict[str, float]:
+def _train(config, train_split, dev_split, words, run, resume, report, warmed, on_epoch, device) -> dict[str, float]:
     """What every rank does; rank 0 alone writes and reports."""
     first = distributed.rank() == 0
     report = report if first else lambda line: None
@@ -169,7 +172,10 @@ def _train(config, train_split, dev_split, words, run, resume, report, warmed, d
                 # Adam starts anew after warm-up
                 state.optimizers = [new_optimizer(n, config) for n in state.networks]
             if epoch > 0 and config.method != "sgr" and state.phase == "divide":
-                divide_both(state, train_split, epoch, config, device)
+                told = divide_both(state, train_split, epoch, config, device)
+                if first:
+                    write_division(run, told)
+            divided = time.monotonic()
             state.phase = "train" if state.phase == "divide" else state.phase
             stop_if_asked()
             while state.phase == "train":
@@ -182,8 +188,10 @@ def _train(config, train_split, dev_split, words, run, resume, report, warmed, d
                 state.network, state.step, state.bank = state.network + 1, 0, None
                 if state.network == len(state.networks):
                     state.network, state.phase = 0, "validate"
+            trained = time.monotonic()
             distributed.phase(f"validate, epoch {state.epoch + 1}")
-            found = evaluate(state.networks, dev_split, config.evaluation_batch)
+            with progress(None, 2 * dev_split.images * len(dev_split), "validate", unit="pair") as bar:
+                found = evaluate(state.networks, dev_split, config.evaluation_batch, progress=bar.update)
             record = {
                 "epoch": state.epoch + 1,
                 "stage": stage_name(epoch, config),
@@ -193,6 +201,9 @@ def _train(config, train_split, dev_split, words, run, resume, report, warmed, d
                 **means(state.sums),
                 "pairs_per_second": pairs_per_second(state.sums, started, config),
                 "learning_rate": learning_rate(epoch, config),
+                "divide_seconds": divided - started,
+                "train_seconds": trained - divided,
+                "validate_seconds": time.monotonic() - trained,
                 "seconds": time.monotonic() - started,
                 **memory(device),
             }
@@ -205,6 +216,7 @@ def _train(config, train_split, dev_split, words, run, resume, report, warmed, d
             save(force=True)
             if first:
                 write_records(run / "log.jsonl", records)
+                on_epoch(record)
             report(epoch_line(record, warmup + config.epochs, state))
             for warning in warnings_of(record, config):
                 report(f"warning: {warning}")
@@ -278,13 +290,17 @@ def seed_of(config: Config, *place: int) -> int:
 # the parts of an epoch
 
 
-def divide_both(state: State, split: Split, epoch: int, config: Config, device) -> None:
-    """Evaluation pass of all ranks; mixture, tally and threshold on rank 0; for both networks."""
+def divide_both(state: State, split: Split, epoch: int, config: Config, device) -> list[dict[str, np.ndarray]]:
+    """Evaluation pass of all ranks; mixture, tally and threshold on rank 0; for both networks.
+
+    Rank 0 gets what each network says of every pair.
+    """
     if epoch == config.tally_from:
         state.observations = 0
         for tensor in (x for tally in state.tallies for x in tally):
             tensor.zero_()
     state.observations += 1
+    told = []
     for k, network in enumerate(state.networks):
         distributed.phase(f"divide {NAMES[k]}, epoch {state.epoch + 1}")
         order = batches(
@@ -294,13 +310,14 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device) 
         total = math.ceil(count_batches(len(split), config.batch_size) / distributed.size())
         found = evaluate_pairs(network, split, progress(order, total, f"evaluate {NAMES[k]}"), state.tallies[k], config)
         if found is not None:
-            decide(state, k, found, split, epoch, config)
+            told.append(decide(state, k, found, split, epoch, config))
         state.divisions[k] = same_division(state.divisions[k], len(split))
         state.figures[k] = distributed.from_first(state.figures[k])
+    return told
 
 
-def decide(state: State, k: int, found: Evaluation, split: Split, epoch: int, config: Config) -> None:
-    """The division of one network, and its figures."""
+def decide(state: State, k: int, found: Evaluation, split: Split, epoch: int, config: Config) -> dict[str, np.ndarray]:
+    """The division of one network, and its figures; returns what it says of every pair."""
     posterior, components = clean_posterior(found, epoch, config)
     pcs = pair_pcs(state.tallies[k], split, state.observations, config)
     before = state.divisions[k].tau if state.divisions[k] else None
@@ -312,7 +329,9 @@ def decide(state: State, k: int, found: Evaluation, split: Split, epoch: int, co
         "utilisation": state.divisions[k].utilisation,
         "target": target_utilisation(epoch, config),
         "pcs_mean": float(pcs.mean()),
+        **distributions(found.losses, pcs, components, split.image_of != split.true_image),
     }
+    return {"loss": found.losses, "posterior": posterior, "pcs": pcs, "subset": state.divisions[k].subset}
 
 
 def same_division(own: Division | None, pairs: int) -> Division:
@@ -815,6 +834,7 @@ def epoch_line(record: dict, epochs: int, state: State) -> str:
     return (
         f"epoch {record['epoch']}/{epochs} ({record['stage']}): dev rsum {record['rsum']:.1f}"
         f" (best {state.best:.1f} in epoch {state.best_epoch}){sizes}, {record['seconds']:.0f} s"
+        + (f", about {left:.0f} min left" if (left := (epochs - record["epoch"]) * record["seconds"] / 60) >= 1 else "")
     )
 
 
@@ -854,9 +874,9 @@ def write_records(path: Path, records: list[dict]) -> None:
     temporary.replace(path)
 
 
-def progress(iterable, total: int, what: str, done: int = 0):
+def progress(iterable, total: int, what: str, done: int = 0, unit: str = "batch"):
     quiet = None if distributed.rank() == 0 else True
-    return tqdm(iterable, what, total, initial=done, leave=False, disable=quiet, unit="batch")
+    return tqdm(iterable, what, total, initial=done, leave=False, disable=quiet, unit=unit)
 
 
 @contextmanager

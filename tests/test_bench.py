@@ -1,13 +1,25 @@
 """The benchmark's own honesty: what is wrong is not timed, and a rerun replaces its row."""
 
 import csv
+import json
+import re
 import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
-from bench import __main__ as bench
-from bench import baselines, measure, report, scale
+from bench import __main__ as entry
+from bench import baselines, measure, report, scale, step
+from bench import kernels as bench
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors of a few numbers only wait for a second thread."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(2)
 
 
 @pytest.fixture
@@ -31,8 +43,11 @@ def test_rerun_replaces_rows(small):
     assert bench.main() == 0
     again = read(small)
     assert [[row[k] for k in measure.KEY] for row in first] == [[row[k] for k in measure.KEY] for row in again]
-    assert len(first) == len(baselines.TASKS["tally"][0].baselines)
-    assert float(first[0]["speedup"]) > 0
+    timed = [row for row in first if row["op"] == "tally"]
+    assert len(timed) == len(baselines.TASKS["tally"][0].baselines)
+    assert float(timed[0]["speedup"]) > 0
+    # how fast memory is moved, once
+    assert [row["task"] for row in first if row["op"] != "tally"] == ["copy"]
 
 
 def test_wrong_results_are_not_timed(small, monkeypatch, capsys):
@@ -64,17 +79,110 @@ def test_contenders_take_turns():
     assert len(times["a"]) == len(times["b"]) == 3
 
 
-def test_readme_table(tmp_path):
-    row = dict.fromkeys(measure.KEY, "a") | {"speedup": "2.55", "median_us": "1234.5", "baseline_median_us": "3148"}
-    measure.save([row | {"sizes": "n=1", "torch": "2"}], tmp_path / "x.csv")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}old\n{report.END}\nafter\n")
-    report.write(readme, tmp_path)
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- bench -->\n`x`")
-    assert "| 1,234 us | a (3,148 us) | 2.5 x |" in text or "| 1,234 us | a (3,148 us) | 2.6 x |" in text
-    assert text.endswith("<!-- /bench -->\nafter\n")
+FIGURES = {"speedup": "2.55", "median_us": "1234.5", "baseline_median_us": "3148"}
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A README and a page with markers, and results of one machine."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(
+        "before\n<!-- bench -->\nold\n<!-- /bench -->\nbetween\n<!-- noise -->\nold\n<!-- /noise -->\nafter\n"
+    )
+    (tmp_path / "docs/benchmarks.md").write_text("<!-- bench -->\n<!-- /bench -->\n")
+    row = dict.fromkeys(measure.KEY, "a") | FIGURES | {"sizes": "n=1", "torch": "2", "threads": "2"}
+    step, scores = (dict(zip(("op", "task", "shape", "baseline"), report.FRONT[k], strict=False)) for k in (0, 2))
+    heavy = {"extra_mb": "5", "baseline_extra_mb": "8500", "least_flops": "1e9", "least_bytes": "1e8"}
+    machine = row | {"op": measure.MACHINE, "least_bytes": "1e9", "least_flops": "0"}
+    rows = [row, row | step | heavy, row | scores | heavy | {"share_of_mm": "0.5"}, machine]
+    measure.save(rows, tmp_path / "results" / "x.csv")
+    return tmp_path
+
+
+def run_report(root):
+    return report.main(["--root", str(root), "--results", str(root / "results")])
+
+
+def test_report_writes_between_markers(pages):
+    assert run_report(pages) == 0
+    text = (pages / "README.md").read_text()
+    assert text.startswith("before\n<!-- bench -->\n`x`, 2 threads, torch 2:")
+    label = report.FRONT[0][4]
+    speed = f"{float(FIGURES['speedup']):.1f}"
+    line = f"| {label} | 1.2 ms | 3.1 ms, loop over captions, as published | **{speed} x** | 5 / 8,500 MB |"
+    assert line in text
+    assert "<!-- /bench -->\nbetween\n<!-- noise -->\nNo experiments" in text
+    assert text.endswith("<!-- /noise -->\nafter\n")
     assert "old" not in text
+    full = (pages / "docs/benchmarks.md").read_text()
+    assert f"| a | a | n=1 | a, a, 2 threads | 1.2 ms | a (3.1 ms) | {speed} x |  |" in full
+    assert measure.MACHINE not in full
+    assert {path.name for path in (pages / "docs/figures").iterdir()} == {"step.png", "speedups.png", "roofline.png"}
+    before = text
+    run_report(pages)
+    assert (pages / "README.md").read_text() == before
+
+
+def test_report_of_experiments(pages):
+    (pages / "results" / "noise_sample.csv").write_text(
+        "data,noise,method,seed,best_epoch,dev_rsum,test_rsum\n"
+        "sample,0.4,sgr,0,3,300,310.0\nsample,0.4,sgr,1,3,300,320.0\nsample,0.2,sgr,0,3,300,350.04\n"
+        "sample,0.4,pcsr,0,3,300,400.0\nsample,0.2,pcsr,0,3,300,\nsample,0.4,K = 32,0,3,300,500\n"
+    )
+    run_report(pages)
+    text = (pages / "README.md").read_text()
+    assert "| noise | 20 % | 40 % |" in text
+    assert "| sgr | 350.0 | 315.0 (310 to 320, 2 seeds) |" in text
+    assert "| pcsr |  | 400.0 |" in text
+    assert "K = 32" not in text
+    assert "noise_sample" not in text.partition("between")[0]
+
+
+def test_report_without_markers_or_results(pages):
+    (pages / "docs/benchmarks.md").write_text("nothing")
+    with pytest.raises(SystemExit, match=r"benchmarks\.md: no lines <!-- bench --> and <!-- /bench -->"):
+        run_report(pages)
+    (pages / "results" / "x.csv").unlink()
+    with pytest.raises(SystemExit, match="no results; run python -m bench"):
+        run_report(pages)
+
+
+def test_one_entry(capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr(bench, "main", lambda arguments: given.append(arguments))
+    assert entry.main(["--op", "sgr"]) == entry.main(["kernels", "--op", "sgr"]) == 0
+    assert given == [["--op", "sgr"]] * 2
+    assert entry.main(["speed"]) == 2
+    assert "no benchmark is called 'speed'; there are kernels, step" in capsys.readouterr().err
+    assert entry.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{command} " in shown for command in entry.COMMANDS)
+
+
+TINY = ["--batch", "8", "--embedding", "16", "--similarity", "8", "--regions", "4", "--no-save"]
+
+
+def test_step(capsys):
+    assert entry.main(["step", *TINY, "--seconds", "0"]) == 0
+    assert re.match(r"step: [\d.]+ s, caption loop [\d.]+ s, [\d.]+ x; extra memory", capsys.readouterr().out)
+
+
+def test_a_step_that_differs_is_not_timed(capsys, monkeypatch):
+    real = step.loop_loss
+    monkeypatch.setattr(step, "loop_loss", lambda *args: 1.01 * real(*args))
+    assert entry.main(["step", *TINY, "--seconds", "0"]) == 1
+    assert "WRONG, not timed" in capsys.readouterr().err
+
+
+def test_profile(tmp_path, capsys):
+    assert entry.main(["step", *TINY, "--profile", str(tmp_path / "trace.json")]) == 0
+    assert "Self CPU" in capsys.readouterr().out
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_epoch(capsys):
+    assert entry.main(["epoch", "--images", "6", *TINY, "--repeats", "1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["divide", "train", "validate"]
 
 
 def test_scale(tmp_path):

@@ -236,7 +236,7 @@ def test_any_captions(tmp_path_factory, ending, pieces):
 
 def test_missing_files_are_named(make, tmp_path):
     home = make("train", features(2), range(2))
-    with pytest.raises(FileNotFoundError, match=r"no x_precomp_vocab\.json in .*build_vocabulary"):
+    with pytest.raises(FileNotFoundError, match=r"no x_precomp_vocab\.json in .*pcsr-fast vocab"):
         open_split(home, "train")
     with pytest.raises(FileNotFoundError, match=r"dev_ims\.npy"):
         open_split(home, "dev", VOCABULARY)

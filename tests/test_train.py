@@ -42,7 +42,7 @@ from pcsr_fast.train import (
 )
 
 # differ from run to run
-CLOCK = ("seconds", "memory_gb", "pairs_per_second")
+CLOCK = ("seconds", "divide_seconds", "train_seconds", "validate_seconds", "memory_gb", "pairs_per_second")
 LOSSES = ("plain_loss", "clean_loss", "refinable_loss", "ambiguous_loss")
 
 

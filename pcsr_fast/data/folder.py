@@ -11,6 +11,7 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from pcsr_fast.data.files import open_npy, write_whole
 from pcsr_fast.data.lines import Lines
@@ -137,7 +138,7 @@ def find_vocabulary(folder: Path, variant: str | None, where: Path | str | None)
             return path
     raise FileNotFoundError(
         f"no {' or '.join(files)} in {', '.join(map(str, places))}; "
-        "name the file, or build one: build_vocabulary(folder).save(path)"
+        f"name the file, or build one: pcsr-fast vocab {folder}"
     )
 
 
@@ -148,7 +149,9 @@ def build_vocabulary(folder: Path | str, threshold: int = 4) -> Vocabulary:
     for lines, variant in opened:
         if variant:
             raise ValueError(f"{lines.path} holds ids: their vocabulary cannot be built from them")
-    return Vocabulary.build((caption for lines, _ in opened for caption in lines), threshold)
+    captions = (caption for lines, _ in opened for caption in lines)
+    total = sum(len(lines) for lines, _ in opened)
+    return Vocabulary.build(tqdm(captions, "words", total, unit="caption", leave=False, disable=None), threshold)
 
 
 def _tokens(

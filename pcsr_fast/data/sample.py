@@ -30,7 +30,8 @@ def sample_split(name: str, images: int | None = None, seed: int = 0) -> Split:
     >>> split.features.shape, len(split), split.texts[0]
     ((2, 9, 70), 10, 'a two in the right and an eight in the bottom')
     """
-    images = IMAGES[_checked(name)] if images is None else images
+    usual = IMAGES[_checked(name)]
+    images = usual if images is None else images
     if images < 1:
         raise ValueError(f"sample {name}: {images} images asked for, at least 1 needed")
     scenes = [_scene(name, i, seed) for i in range(images)]

@@ -1,4 +1,4 @@
-"""`python -m bench.data`: batches against a plain Dataset and collate function, waiting, a store of 3.3 million pairs.
+"""`python -m bench loader`: batches against a Dataset with a collate function; waiting; opening 3.3 million pairs.
 
 Needs about 5 GB of disk under --folder; what it writes there is deleted at the end.
 """
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -184,13 +185,13 @@ def row(task: str, contender: str, baseline: str) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.data", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench loader", description=__doc__)
     parser.add_argument("--folder", help="where to write the data (default: the system's temporary folder)")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for the batches (default 20)")
     parser.add_argument("--steps", type=int, default=8, help="training steps in which waiting is measured (default 8)")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         bench_open(folder)
