@@ -436,7 +436,7 @@ def run_step(state: State, subset: str, config: Config, loss: Callable[..., dict
         norm, bad = torch.tensor(torch.nan, device=device), torch.ones((), device=device)
     else:
         distributed.sum_gradients(network, shared)
-        norm = clip_gradients(network, config)
+        norm = clip_gradients(network, config, parts.get("weight"))
         bad = (~norm.isfinite()).float()
         optimizer.found_inf = bad
         optimizer.step()
@@ -451,11 +451,18 @@ def run_step(state: State, subset: str, config: Config, loss: Callable[..., dict
         sums[name] = sums[name] + value if name in sums else value.clone()
 
 
-def clip_gradients(network: Network, config: Config) -> Tensor:
-    """Norm of the gradient; a classifier that is trained apart is clipped apart, or its norm would slow the rest."""
+def clip_gradients(network: Network, config: Config, weight: Tensor | None) -> Tensor:
+    """Norm of the gradient, which is then clipped; the limit shrinks with the mean weight of the batch's pairs.
+
+    Nearly every step is clipped, so a weight inside the loss would change nothing but the direction. A classifier that
+    is trained apart is clipped apart, or its norm would slow the rest.
+    """
     head, rest = parameters(network)
-    groups = [head + rest] if config.classifier_gradient else [head, rest]
-    return torch.stack([torch.nn.utils.clip_grad_norm_(group, config.clip) for group in groups]).max()
+    groups = [head + rest] if config.classifier_gradient else [rest, head]
+    norms = [torch.nn.utils.clip_grad_norm_(group, config.clip) for group in groups]
+    if weight is not None:
+        torch._foreach_mul_([x.grad for x in groups[0] if x.grad is not None], weight.detach())
+    return torch.stack(norms).max()
 
 
 # the losses of a step; "loss" is differentiated, the rest is logged
@@ -553,7 +560,7 @@ def refinable_loss(
         network, images, captions, margin, "hardest", batch.images, pairs, epoch, config, noisy_weight(likeness, config)
     )
     parts = {"loss": loss, "triplet": loss / len(batch), "likeness": likeness.mean(), "margin": margin.mean()}
-    return parts | mean_overlap(split, weights, batch, pairs)
+    return parts | step_weight(likeness, config) | mean_overlap(split, weights, batch, pairs)
 
 
 def ambiguous_loss(
@@ -578,7 +585,7 @@ def ambiguous_loss(
     loss = config.lambda_triplet * loss + config.lambda_gce * parts["gce"] - config.lambda_entropy * parts["entropy"]
     # what they would get if they were refined
     compared = {} if weights is None else mean_overlap(split, weights, batch, bank.match(p, config)[0])
-    return {"loss": loss} | parts | compared
+    return {"loss": loss} | parts | step_weight(likeness, config) | compared
 
 
 def mean_overlap(split: Split, weights: np.ndarray | None, batch: Batch, pairs: Tensor) -> dict[str, Tensor]:
@@ -607,6 +614,11 @@ def mean_entropy(found: Agreement, config: Config) -> Tensor:
 def noisy_weight(likeness: Tensor, config: Config) -> Tensor | None:  # [B]
     """How much a pair that is not clean counts in the triplet."""
     return likeness if config.noisy_weight == "likeness" else None
+
+
+def step_weight(likeness: Tensor, config: Config) -> dict[str, Tensor]:
+    """How much a step on such pairs counts beside a clean one; nothing: as much."""
+    return {"weight": likeness.mean()} if config.noisy_weight == "likeness" else {}
 
 
 def unit_predictions(logits: Tensor, config: Config) -> Tensor:  # [B, K]
