@@ -1,4 +1,4 @@
-"""`python -m bench report`: plots, and the tables of README.md and docs/benchmarks.md, from bench/results.
+"""`python -m bench report`: plots, and the tables of README.md and docs/, from bench/results.
 
 Tables stand between markers such as `<!-- bench -->` and `<!-- /bench -->`; the rest of the pages is left as it is.
 """
@@ -112,6 +112,22 @@ def noise_table(results: Path) -> str:
                     lines.append(f"| {method} | {' | '.join(spread(cells.get((method, r), [])) for r in ratios)} |")
             lines.append("")
     return "\n".join(lines) or "No experiments are in `bench/results` yet.\n"
+
+
+def experiments_table(results: Path) -> str:
+    """Every run of the experiments; figures of the division and the labels are network A's, of the last epoch."""
+    names = {
+        "final_A_split_precision": "precision", "final_A_split_recall": "recall", "final_A_classes_in_use": "classes",
+        "final_A_largest_class": "largest class", "final_A_refinable_overlap": "overlap, refinable",
+        "final_A_ambiguous_overlap": "overlap, ambiguous",
+    }  # fmt: skip
+    columns = ("data", "noise", "variant", "seed", "best_epoch", "dev_rsum", "test_rsum")
+    lines = [f"| {' | '.join((*columns, *names.values())).replace('_', ' ')} |"]
+    lines.append("|" + " --- |" * (len(columns) + len(names)))
+    for path in sorted(results.glob("noise_*.csv")):
+        with path.open(newline="") as file:
+            lines += [f"| {' | '.join(row.get(c) or '' for c in (*columns, *names))} |" for row in csv.DictReader(file)]
+    return "\n".join(lines) + "\n"
 
 
 def spread(values: list[float]) -> str:
@@ -257,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(options.root / "README.md", "bench", front_table(machines))
     write(options.root / "README.md", "noise", noise_table(options.results))
     write(options.root / "docs" / "benchmarks.md", "bench", full_table(machines))
+    write(options.root / "docs" / "experiments.md", "experiments", experiments_table(options.results))
     for path in plots(machines, options.root / "docs" / "figures"):
         print(path)
     return 0

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(arguments)
 
-    config = Config(embedding=options.embedding, similarity=options.similarity, dropout=0.0)
+    config = Config(embedding=options.embedding, similarity=options.similarity, dropout=0.0, negatives_ramp=False)
     torch.manual_seed(0)
     network = Network(config, options.regions, WIDTH, WORDS).to(options.device).train()
     batch = made_up_batch(options.batch, options.regions, options.device)

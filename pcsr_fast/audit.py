@@ -81,7 +81,9 @@ class Suggestions:
         for _, features in pieces_of_images(self.split, images, what):
             for network, part in zip(networks, parts, strict=True):
                 logits = network.image_logits(network.encode_images(features.to(device)))
-                part.append(torch.nn.functional.normalize(logits.softmax(1), dim=1))
+                part.append(
+                    torch.nn.functional.normalize((logits / self.run.config.likeness_temperature).softmax(1), dim=1)
+                )
         return [torch.cat(part) for part in parts]
 
 

@@ -104,8 +104,9 @@ def record(folder: Path, changes: dict, broken: int | None = None, act: dict | N
         })  # fmt: skip
 
     def divide(state, *args):
-        real_divide(state, *args)
+        told = real_divide(state, *args)
         divisions.extend((d.posterior.copy(), d.subset.copy(), d.tau, d.utilisation) for d in state.divisions)
+        return told
 
     module.run_step, module.divide_both = step, divide
     # after a few epochs all images would be as consistent

@@ -90,6 +90,7 @@ def pages(tmp_path):
         "before\n<!-- bench -->\nold\n<!-- /bench -->\nbetween\n<!-- noise -->\nold\n<!-- /noise -->\nafter\n"
     )
     (tmp_path / "docs/benchmarks.md").write_text("<!-- bench -->\n<!-- /bench -->\n")
+    (tmp_path / "docs/experiments.md").write_text("<!-- experiments -->\n<!-- /experiments -->\n")
     row = dict.fromkeys(measure.KEY, "a") | FIGURES | {"sizes": "n=1", "torch": "2", "threads": "2"}
     step, scores = (dict(zip(("op", "task", "shape", "baseline"), report.FRONT[k], strict=False)) for k in (0, 2))
     heavy = {"extra_mb": "5", "baseline_extra_mb": "8500", "least_flops": "1e9", "least_bytes": "1e8"}
@@ -135,6 +136,9 @@ def test_report_of_experiments(pages):
     assert "| sgr | 350.0 | 315.0 (310 to 320, 2 seeds) |" in text
     assert "| pcsr |  | 400.0 |" in text
     assert "K = 32" not in text
+    every = (pages / "docs/experiments.md").read_text()
+    assert "| data | noise | variant | seed | best epoch | dev rsum | test rsum | precision |" in every
+    assert "| sample | 0.2 |  | 0 | 3 | 300 | 350.04 |" in every
     assert "noise_sample" not in text.partition("between")[0]
 
 

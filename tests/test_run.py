@@ -92,7 +92,7 @@ def test_division_is_what_the_networks_were_trained_on(folder, run):
         np.testing.assert_array_equal(run.division[f"{name}_posterior"], division["posterior"].numpy())
         np.testing.assert_array_equal(run.division[f"{name}_subset"], division["subset"].numpy())
         _, n_max, _, n_second = saved["tallies"][k]
-        pcs = (n_max - n_second).float() / 3
+        pcs = (n_max - n_second).float() / saved["observations"]
         np.testing.assert_allclose(run.division[f"{name}_pcs"], pcs.numpy()[run.split("train").image_of], rtol=1e-6)
         record = run.records[-1]
         assert run.division[f"{name}_loss"].mean() == pytest.approx(record[f"{name}_loss_mean"], 1e-5)
