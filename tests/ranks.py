@@ -45,7 +45,8 @@ def run_ranks(function: Callable, ranks: int, *args, seconds: float = 240) -> li
             process.join()
             errors.append(f"rank {rank} hangs")
         else:
-            errors.append(pipe.recv() if pipe.poll() else f"exit code {process.exitcode}")
+            # a rank that was killed has said nothing
+            errors.append(pipe.recv() if process.exitcode >= 0 and pipe.poll() else f"exit code {process.exitcode}")
     return errors
 
 
