@@ -19,7 +19,7 @@ PRINTED = dict(
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run; the defaults are those of the paper on Flickr30K."""
+    """Settings of a run; sizes and schedule are the paper's on Flickr30K, and PRINTED says where the method differs."""
 
     # method: pcsr; clean: the division, and clean pairs alone; sgr: all pairs, no division
     method: Literal["pcsr", "clean", "sgr"] = "pcsr"
