@@ -459,9 +459,12 @@ def clip_gradients(network: Network, config: Config, weight: Tensor | None) -> T
     """
     head, rest = parameters(network)
     groups = [head + rest] if config.classifier_gradient else [rest, head]
+    # of parameters without a gradient the norm would be a zero on the host
+    groups = [known for group in groups if (known := [x for x in group if x.grad is not None])]
     norms = [torch.nn.utils.clip_grad_norm_(group, config.clip) for group in groups]
     if weight is not None:
-        torch._foreach_mul_([x.grad for x in groups[0] if x.grad is not None], weight.detach())
+        for x in groups[0]:
+            x.grad.mul_(weight.detach())
     return torch.stack(norms).max()
 
 

@@ -544,6 +544,23 @@ def test_labels_count_from_the_second_epoch(tmp_path):
         assert (counts.sum(1) == counted).all()
 
 
+def test_clipping_keeps_the_weight_of_a_step():
+    network, config = tiny.network(), tiny.config()
+    head, rest = module.parameters(network)
+    # the classifier has no gradient in warm-up
+    for x in rest:
+        x.grad = torch.ones_like(x)
+    norm = module.clip_gradients(network, config, torch.tensor(0.25))
+    assert norm.item() == pytest.approx(sum(x.numel() for x in rest) ** 0.5, rel=1e-4)
+    assert torch.cat([x.grad.flatten() for x in rest]).norm().item() == pytest.approx(0.25 * config.clip, rel=1e-3)
+    # apart: the classifier's norm does not slow the rest, and its own step has its full length
+    for x in (*head, *rest):
+        x.grad = torch.full_like(x, 100.0 if any(x is y for y in head) else 1.0)
+    module.clip_gradients(network, config, torch.tensor(0.25))
+    lengths = [torch.cat([x.grad.flatten() for x in group]).norm().item() for group in (head, rest)]
+    assert lengths == pytest.approx([config.clip, 0.25 * config.clip], rel=1e-3)
+
+
 # losses
 
 
