@@ -134,7 +134,9 @@ def measure(folder: Path, repeats: int) -> list[dict]:
 
     stage("threshold and subsets", subsets)
     division = subsets()
-    found = Evaluation(losses, labels.numpy().astype(np.int32), labels.numpy().astype(np.int32), losses, 0.0, 0.0)
+    found = Evaluation(
+        losses, labels.numpy().astype(np.int32), labels.numpy().astype(np.int32), losses, losses, 0.0, 0.0
+    )
     stage("figures", lambda: health(found, division, split, config))
 
     state.divisions = [division, subsets()]

@@ -12,7 +12,8 @@ SUBSETS = ("clean", "refinable", "ambiguous")
 # the method as the paper prints it, where our defaults differ
 PRINTED = dict(
     classifier_input="regions", classifier_gradient=True, classifier_norm=False, classifier_rate=1.0,
-    assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss", tally_from=1,
+    assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss",
+    judges="other", refinable_by="consistency", tally_from=1,
     rematch_scope="batch", rematch_by="images", negatives_ramp=False,
 )  # fmt: skip
 
@@ -60,10 +61,13 @@ class Config:
 
     # division
     evidence: Literal["loss", "both"] = "both"  # of the mixture: the loss; or S_p too, once the classifier was trained
+    judges: Literal["other", "both"] = "both"  # who says which pairs a network trains on: the other one, as printed
+    memory: float = 0.0  # of the epoch before, in the belief that a pair is clean
     subsets: tuple[str, ...] = SUBSETS  # ablation: which are trained on
     noisy_treatment: Literal["split", "refinable", "ambiguous"] = "split"  # ablation: one treatment for all noisy pairs
     threshold: Literal["controller", "quantile"] = "controller"
     pcs: Literal["share", "counts"] = "share"  # divided by the number of observations, or as printed
+    refinable_by: Literal["consistency", "match", "both"] = "both"  # PCS, as printed; the match's S_p; their mean
     tally_from: int = 2  # epoch after warm-up from which labels count: before it, the classifier knows nothing
     target_start: float = 0.4  # of lambda_target, rising to target_end over target_epochs
     target_end: float = 0.9

@@ -15,6 +15,7 @@ from pcsr_fast.data.loader import Batch
 from pcsr_fast.data.split import Split
 from pcsr_fast.model import Network
 from pcsr_fast.ops import TallyState, label_similarity, tally, triplet
+from pcsr_fast.rematch import Bank
 
 CLEAN, REFINABLE, AMBIGUOUS = range(3)
 # losses that the mixture is fitted to and applied to at a time: scikit-learn takes 130 bytes for each
@@ -28,6 +29,7 @@ class Evaluation(NamedTuple):
     image_labels: np.ndarray  # int32 [N_img], -1 for an image without a pair
     caption_labels: np.ndarray  # int32 [N]
     likeness: np.ndarray  # float32 [N], S_p of image and caption
+    match: np.ndarray  # float32 [N_img], how alike the clean pair in the bank is that is most like the image
     sharpness: float  # mean largest probability of the images' predictions
     random_likeness: float  # mean S_p of images with others: far below 1 if predictions tell images apart
 
@@ -47,7 +49,12 @@ class Division:
 
 @torch.no_grad()
 def evaluate_pairs(
-    network: Network, split: Split, batches: Iterable[Batch], state: TallyState, config: Config
+    network: Network,
+    split: Split,
+    batches: Iterable[Batch],
+    state: TallyState,
+    config: Config,
+    bank: Bank | None = None,
 ) -> Evaluation | None:
     """One pass in eval mode: the loss of every pair, and one count in the tally for every image.
 
@@ -58,6 +65,7 @@ def evaluate_pairs(
     network.eval()
     losses, likeness = np.zeros((2, len(split)), np.float32)
     image_labels = np.full(split.images, -1, np.int32)
+    match = np.zeros(split.images, np.float32)
     caption_labels = np.zeros(len(split), np.int32)
     alone, broken = np.zeros((2, len(split)), np.uint8)
     sharp, near = [], []
@@ -75,6 +83,8 @@ def evaluate_pairs(
         likeness[pairs] = likeness_of(p, q, config).cpu().numpy()
         caption_labels[pairs] = q.argmax(1).cpu().numpy()
         image_labels[batch.images.cpu().numpy()] = p.argmax(1).cpu().numpy()
+        if bank is not None and bank.filled:
+            match[batch.images.cpu().numpy()] = bank.match(p, config)[1].cpu().numpy()
         alone[pairs] = size == 1
         broken[pairs] = unusable.cpu().numpy()
         sharp.append(p.softmax(1).amax(1).mean())
@@ -83,7 +93,7 @@ def evaluate_pairs(
     figures = np.array([len(sharp), *(float(torch.stack(x).sum()) if x else 0.0 for x in (sharp, near))])
     for array in (losses, likeness, figures):
         distributed.merge(array, "sum")
-    for array in (image_labels, caption_labels, alone, broken):
+    for array in (image_labels, match, caption_labels, alone, broken):
         distributed.merge(array, "max")
     if distributed.rank() > 0:
         return None
@@ -98,7 +108,7 @@ def evaluate_pairs(
             f"{split.name}: features are not finite, of images {names}; pairs are noisy: {len(bad)}", stacklevel=2
         )
         losses[bad] = losses[broken == 0].max(initial=0)
-    return Evaluation(losses, image_labels, caption_labels, likeness, *(figures[1:] / figures[0]).tolist())
+    return Evaluation(losses, image_labels, caption_labels, likeness, match, *(figures[1:] / figures[0]).tolist())
 
 
 def likeness_of(logits: Tensor, others: Tensor, config: Config) -> Tensor:  # [B, K], [B, K] -> [B]
@@ -210,7 +220,7 @@ def next_tau(tau: float, utilisation: float, target: float, config: Config) -> f
 
 def divide(
     posterior: np.ndarray,  # [N]
-    pcs: np.ndarray,  # [N], of each pair's image
+    pcs: np.ndarray,  # [N], of each pair's image, or what refinability makes of it
     tau: float | None,
     epoch: int,
     config: Config,
@@ -239,6 +249,14 @@ def pair_pcs(state: TallyState, split: Split, observations: int, config: Config)
     """Consistency of each pair's image."""
     pcs = state.pcs().cpu().numpy().astype(np.float32)
     return (pcs / max(observations, 1) if config.pcs == "share" else pcs)[split.image_of]
+
+
+def refinability(pcs: np.ndarray, found: Evaluation, split: Split, config: Config) -> np.ndarray:  # float32 [N]
+    """What is compared with tau: the consistency of a pair's image, and how well it can be matched."""
+    if config.refinable_by == "consistency":
+        return pcs
+    match = found.match[split.image_of]
+    return match if config.refinable_by == "match" else (pcs + match) / 2
 
 
 def health(found: Evaluation, division: Division | None, split: Split, config: Config) -> dict[str, float]:

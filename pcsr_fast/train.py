@@ -41,11 +41,13 @@ from pcsr_fast.division import (
     health,
     likeness_of,
     pair_pcs,
+    refinability,
     target_utilisation,
 )
 from pcsr_fast.evaluate import evaluate
 from pcsr_fast.model import Captions, Images, Network
 from pcsr_fast.ops import Agreement, TallyState, adaptive_margin, agreement, entropy, triplet
+from pcsr_fast.rematch import Bank
 from pcsr_fast.run import distributions, write_division
 
 NAMES = ("A", "B")
@@ -75,7 +77,7 @@ class State:
     best: float = -1.0
     best_epoch: int = -1
     bad_streak: Tensor | None = None
-    bank: "Bank | None" = None
+    banks: list[Bank | None] = field(default_factory=lambda: [None, None])
 
 
 def train(
@@ -185,7 +187,7 @@ def _train(config, train_split, dev_split, words, run, resume, report, warmed, o
                     save()
                     stop_if_asked()
                 check_steps(state, config, last, now=True)
-                state.network, state.step, state.bank = state.network + 1, 0, None
+                state.network, state.step = state.network + 1, 0
                 if state.network == len(state.networks):
                     state.network, state.phase = 0, "validate"
             trained = time.monotonic()
@@ -300,7 +302,7 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device) 
         for tensor in (x for tally in state.tallies for x in tally):
             tensor.zero_()
     state.observations += 1
-    told = []
+    found = []
     for k, network in enumerate(state.networks):
         distributed.phase(f"divide {NAMES[k]}, epoch {state.epoch + 1}")
         order = batches(
@@ -308,20 +310,35 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device) 
             every=(distributed.rank(), distributed.size()),
         )  # fmt: skip
         total = math.ceil(count_batches(len(split), config.batch_size) / distributed.size())
-        found = evaluate_pairs(network, split, progress(order, total, f"evaluate {NAMES[k]}"), state.tallies[k], config)
-        if found is not None:
-            told.append(decide(state, k, found, split, epoch, config))
+        shown = progress(order, total, f"evaluate {NAMES[k]}")
+        found.append(evaluate_pairs(network, split, shown, state.tallies[k], config, state.banks[k]))
+    told = decide(state, found, split, epoch, config) if distributed.rank() == 0 else []
+    for k in range(len(NAMES)):
         state.divisions[k] = same_division(state.divisions[k], len(split))
         state.figures[k] = distributed.from_first(state.figures[k])
     return told
 
 
-def decide(state: State, k: int, found: Evaluation, split: Split, epoch: int, config: Config) -> dict[str, np.ndarray]:
-    """The division of one network, and its figures; returns what it says of every pair."""
-    posterior, components = clean_posterior(found, epoch, config)
+def decide(
+    state: State, found: list[Evaluation], split: Split, epoch: int, config: Config
+) -> list[dict[str, np.ndarray]]:
+    """The divisions, and their figures; returns what each network says of every pair."""
+    beliefs, mixtures = zip(*(clean_posterior(x, epoch, config) for x in found), strict=True)
+    if config.judges == "both":
+        beliefs = [sum(beliefs) / len(beliefs)] * len(beliefs)
+    told = []
+    for k, (x, belief, components) in enumerate(zip(found, beliefs, mixtures, strict=True)):
+        if state.divisions[k] is not None:
+            belief = config.memory * state.divisions[k].posterior + (1 - config.memory) * belief
+        told.append(decide_one(state, k, x, belief, components, split, epoch, config))
+    return told
+
+
+def decide_one(state, k, found: Evaluation, posterior, components, split: Split, epoch: int, config: Config) -> dict:
+    """Of one network."""
     pcs = pair_pcs(state.tallies[k], split, state.observations, config)
     before = state.divisions[k].tau if state.divisions[k] else None
-    state.divisions[k] = divide(posterior, pcs, before, epoch, config)
+    state.divisions[k] = divide(posterior, refinability(pcs, found, split, config), before, epoch, config)
     state.figures[k] = health(found, state.divisions[k], split, config) | {
         "mixture_low": float(components[0, 1]),
         "mixture_high": float(components[1, 1]),
@@ -373,8 +390,11 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
             pairs = division.pairs(subset)
             if name in stage_subsets(epoch, config) and len(pairs) >= 2:
                 others[subset] = loader(subset, pairs, endless=True)
-    if divided and state.bank is None:
-        state.bank = Bank.empty(config, device)
+    if divided and state.banks[k] is None:
+        state.banks[k] = Bank.empty(config, device)
+    bank = state.banks[k]
+    if divided and not state.step:
+        bank.keep(division.subset == CLEAN)
     # where the noise is known, so is what a new caption has in common with the right ones
     known = divided and not np.array_equal(split.image_of, split.true_image)
     weights = word_weights(split, network.words.num_embeddings) if known else None
@@ -386,21 +406,21 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
                 state, "all", config, plain_loss, view(batch), batch, "mean" if epoch < 1 else "hardest", epoch, config
             )
         elif len(batch) >= 2:
-            run_step(state, "clean", config, clean_loss, view(batch), batch, division, state.bank, epoch, config)
+            run_step(state, "clean", config, clean_loss, view(batch), batch, division, bank, epoch, config)
             for subset, source in others.items():
                 other = next(source)
                 # a clean step that was not finite leaves nothing to match with
-                if len(other) < 2 or (subset == REFINABLE and not state.bank.filled):
+                if len(other) < 2 or (subset == REFINABLE and not bank.filled):
                     continue
                 if subset == REFINABLE:
                     run_step(
                         state, "refinable", config, refinable_loss,
-                        view(other), other, split, state.bank, weights, epoch, config,
+                        view(other), other, split, bank, weights, epoch, config,
                     )  # fmt: skip
                 else:
                     run_step(
                         state, "ambiguous", config, ambiguous_loss,
-                        view(other), other, split, state.bank, weights, epoch, config,
+                        view(other), other, split, bank, weights, epoch, config,
                     )  # fmt: skip
         state.step = batch.position
         yield
@@ -524,7 +544,7 @@ def plain_loss(network: Network, batch: Batch, mode: str, epoch: int, config: Co
 
 
 def clean_loss(
-    network: Network, batch: Batch, division: Division, bank: "Bank", epoch: int, config: Config
+    network: Network, batch: Batch, division: Division, bank: Bank, epoch: int, config: Config
 ) -> dict[str, Tensor]:
     bank.forget(config)
     images, captions = encode_batch(network, batch)
@@ -550,7 +570,7 @@ def clean_loss(
 
 
 def refinable_loss(
-    network: Network, batch: Batch, split: Split, bank: "Bank", weights: np.ndarray | None, epoch: int, config: Config
+    network: Network, batch: Batch, split: Split, bank: Bank, weights: np.ndarray | None, epoch: int, config: Config
 ) -> dict[str, Tensor]:
     """Images keep, captions change: each image trains with the caption of the clean image that is most like it."""
     images = network.encode_images(batch.features)
@@ -567,7 +587,7 @@ def refinable_loss(
 
 
 def ambiguous_loss(
-    network: Network, batch: Batch, split: Split, bank: "Bank", weights: np.ndarray | None, epoch: int, config: Config
+    network: Network, batch: Batch, split: Split, bank: Bank, weights: np.ndarray | None, epoch: int, config: Config
 ) -> dict[str, Tensor]:
     images, captions = encode_batch(network, batch)
     p, q = network.image_logits(images), network.caption_logits(captions)
@@ -624,54 +644,6 @@ def step_weight(likeness: Tensor, config: Config) -> dict[str, Tensor]:
     return {"weight": likeness.mean()} if config.noisy_weight == "likeness" else {}
 
 
-def unit_predictions(logits: Tensor, config: Config) -> Tensor:  # [B, K]
-    """Their products are S_p."""
-    return torch.nn.functional.normalize((logits.detach() / config.likeness_temperature).softmax(1), dim=1)
-
-
-@dataclass
-class Bank:
-    """Predictions of clean images that refinable ones are matched with: of this step, or a ring of recent ones."""
-
-    predictions: Tensor  # [M, K], unit vectors
-    captions: Tensor  # [M, K], those of their captions
-    pairs: Tensor  # [M], whose captions they are; -1 where there is none yet
-    place: int = 0
-    filled: int = 0
-
-    @classmethod
-    def empty(cls, config: Config, device) -> "Bank":
-        size = config.batch_size if config.rematch_scope == "batch" else config.bank_size
-        none, unknown = torch.full((size,), -1, device=device), torch.zeros(size, config.classes, device=device)
-        return cls(unknown, unknown.clone(), none)
-
-    def forget(self, config: Config) -> None:
-        """Before a clean step: a bank of one step drops those of the step before."""
-        if config.rematch_scope == "batch":
-            self.place = self.filled = 0
-            self.pairs.fill_(-1)
-
-    @torch.no_grad()
-    def put(self, p: Tensor, q: Tensor, pairs: Tensor, config: Config) -> None:  # [B, K], [B, K], [B]
-        at = (torch.arange(len(pairs), device=pairs.device) + self.place) % len(self.pairs)
-        self.predictions[at], self.captions[at] = unit_predictions(p, config), unit_predictions(q, config)
-        self.pairs[at] = pairs
-        self.place = (self.place + len(pairs)) % len(self.pairs)
-        self.filled = min(self.filled + len(pairs), len(self.pairs))
-
-    @torch.no_grad()
-    def match(self, logits: Tensor, config: Config) -> tuple[Tensor, Tensor]:  # [B, K] -> [B], [B]
-        """The pair most like each image, and how alike: S_p of both images, times S_p of the image and the caption."""
-        own = unit_predictions(logits, config)
-        similar = own @ self.predictions.T
-        if config.rematch_by == "both":
-            similar = similar * (own @ self.captions.T)
-        # on CUDA a step that was not finite has put NaN here
-        similar = similar.masked_fill((self.pairs < 0) | similar.isnan(), -torch.inf)
-        likeness, at = similar.max(1)
-        return self.pairs[at], likeness.clamp(0, 1)
-
-
 # building, saving and restoring
 
 
@@ -721,13 +693,12 @@ def pack(state: State, config: Config, identity: dict, records: list[dict]) -> d
                                 "tau": d.tau, "utilisation": d.utilisation}
         for d in state.divisions
     ]  # fmt: skip
-    bank = state.bank and dict(vars(state.bank))
     plain = ("epoch", "phase", "network", "step", "observations", "sums", "figures", "best", "best_epoch", "bad_streak")
     return weights(state, config, identity, {}) | {
         "optimizers": [o.state_dict() for o in state.optimizers],
         "tallies": [list(t) for t in state.tallies],
         "divisions": divisions,
-        "bank": bank,
+        "banks": [bank and dict(vars(bank)) for bank in state.banks],
         "records": records,
         **{name: getattr(state, name) for name in plain},
     }
@@ -762,13 +733,8 @@ def restore(state: State, saved: dict, config: Config, identity: dict, path: Pat
         None if d is None else Division(d["posterior"].numpy(), d["subset"].numpy(), d["tau"], d["utilisation"])
         for d in saved["divisions"]
     ]
-    if saved["bank"]:
-        found = saved["bank"]
-        state.bank = Bank(
-            *(found[name].to(device) for name in ("predictions", "captions", "pairs")),
-            found["place"],
-            found["filled"],
-        )
+    for k, found in enumerate(saved["banks"]):
+        state.banks[k] = found and Bank(**{n: x.to(device) if isinstance(x, Tensor) else x for n, x in found.items()})
     for name in ("epoch", "phase", "network", "step", "observations", "figures", "best", "best_epoch"):
         setattr(state, name, saved[name])
     state.sums = {group: {k: v.to(device) for k, v in parts.items()} for group, parts in saved["sums"].items()}

@@ -85,7 +85,7 @@ def test_agreement_of_labels_is_evidence():
     # neither tells all pairs apart, and each errs on its own
     losses = np.where(noisy ^ (rng.random(400) < 0.2), 0.8, 0.1) + 0.02 * rng.random(400)
     likeness = np.where(noisy, 0.1, 0.7) + 0.02 * rng.random(400)
-    found = Evaluation(losses.astype(np.float32), None, None, likeness.astype(np.float32), 0.0, 0.0)
+    found = Evaluation(losses.astype(np.float32), None, None, likeness.astype(np.float32), None, 0.0, 0.0)
     alone = clean_posterior(found, 2, Config(evidence="loss"))[0]
     assert np.array_equal(alone, mixture(found.losses)[0])
     both = clean_posterior(found, 2, Config())[0]
@@ -303,7 +303,7 @@ def test_features_that_are_not_finite():
 def test_health_by_hand():
     split = replace(tiny.split(images=4), image_of=np.repeat([1, 0, 2, 3], 5))
     labels = np.repeat(np.int32([0, 2, 2, 5]), 5)  # of the captions
-    found = Evaluation(np.linspace(0, 1, 20, dtype=np.float32), np.int32([2, 0, 2, -1]), labels, None, 0.5, 0.25)
+    found = Evaluation(np.linspace(0, 1, 20, dtype=np.float32), np.int32([2, 0, 2, -1]), labels, None, None, 0.5, 0.25)
     # images 1, 0, 2, 3 have labels 0, 2, 2, -1: all but the last five pairs agree
     subset = np.uint8([CLEAN] * 12 + [REFINABLE] * 5 + [AMBIGUOUS] * 3)
     posterior = np.linspace(1, 0, 20, dtype=np.float32)

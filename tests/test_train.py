@@ -23,8 +23,8 @@ from pcsr_fast.data.loader import captions_of
 from pcsr_fast.data.overlap import word_weights
 from pcsr_fast.division import CLEAN, REFINABLE, Division
 from pcsr_fast.ops import adaptive_margin
+from pcsr_fast.rematch import Bank
 from pcsr_fast.train import (
-    Bank,
     TrainingError,
     ambiguous_loss,
     clean_loss,
