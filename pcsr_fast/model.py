@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pcsr_fast.config import Config
 from pcsr_fast.distributed import BatchNorm
+from pcsr_fast.gru import ragged_gru
 from pcsr_fast.ops import SgrWeights, sgr, sgr_mean
 
 
@@ -182,6 +183,10 @@ class Network(nn.Module):
         # lengths are needed on the host, once a batch
         longest = int(lengths.max())
         valid = torch.arange(longest, device=tokens.device) < lengths[:, None]
+        if tokens.is_cpu and not torch.compiler.is_compiling():
+            flat = l2(ragged_gru(self.gru, self.dropout(self.words(tokens)), offsets))
+            words = flat.new_zeros(*valid.shape, flat.shape[1]).masked_scatter(valid[..., None], flat)
+            return Captions(flat, offsets, self.caption_pool(words, valid))
         padded = tokens.new_zeros(valid.shape).masked_scatter_(valid, tokens)
         packed = pack_padded_sequence(
             self.dropout(self.words(padded)), lengths.cpu(), batch_first=True, enforce_sorted=False

@@ -16,7 +16,7 @@ RANKS = [
     (r"pcsr_fast\.(data|config)", 4),
     (r"pcsr_fast\.ops\.op$", 2),
     (r"pcsr_fast\.ops", 3),
-    (r"pcsr_fast\.(backend|triton|_native|distributed)", 1),
+    (r"pcsr_fast\.(backend|triton|_native|distributed|gru)", 1),
     (r"pcsr_fast(\.__main__)?$", 11),
 ]
 
