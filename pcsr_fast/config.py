@@ -14,7 +14,7 @@ PRINTED = dict(
     classifier_input="regions", classifier_gradient=True, classifier_norm=False, classifier_rate=1.0,
     assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss",
     judges="other", refinable_by="consistency", tally_from=1,
-    rematch_scope="batch", rematch_by="images", negatives_ramp=False,
+    refine="image", rematch_scope="batch", rematch_by="images", negatives_ramp=False,
 )  # fmt: skip
 
 
@@ -75,6 +75,8 @@ class Config:
     controller_gain: float = 0.2  # k
     controller_rate: float = 0.7  # beta
     evaluation_negatives: int = 0  # each pair's negatives in the evaluation pass; 0: the whole batch
+    refine: Literal["image", "caption"] = "caption"  # what a refinable pair keeps, and another image or caption fits
+    rematch_candidates: int = 16  # images that a caption is scored with, of at most bank_size
     rematch_scope: Literal["batch", "bank"] = "bank"
     bank_size: int = 4096
     rematch_by: Literal["images", "both"] = "both"  # S_p of both images; times that of the image and the new caption
@@ -119,6 +121,7 @@ class Config:
             *(
                 "assignment_queue",
                 "bank_size",
+                "rematch_candidates",
                 "epochs",
                 "warmup_epochs",
                 "tally_from",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pcsr_fast.data.loader import captions_of, gather
+from pcsr_fast.data.loader import captions_of, features_of
 from pcsr_fast.data.split import Split
 from pcsr_fast.data.tokens import encode
 from pcsr_fast.model import Captions, Images, Network
@@ -81,12 +81,6 @@ def pieces_of_images(split: Split, images: np.ndarray, what: str = "images") -> 
     for start in tqdm(range(0, len(images), PIECE), what, leave=False, disable=None, unit="batch"):
         rows = images[start : start + PIECE]
         yield slice(start, start + len(rows)), features_of(split, rows)
-
-
-def features_of(split: Split, images: np.ndarray) -> Tensor:  # int [I] -> [I, R, d_img]
-    """Features of images; one that is not finite counts as empty, as in the division."""
-    found = gather(split.features, images, torch.empty(len(images), split.regions, split.width))
-    return found.masked_fill_(~found.isfinite().flatten(1).all(1)[:, None, None], 0)
 
 
 @torch.no_grad()

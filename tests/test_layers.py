@@ -7,17 +7,18 @@ from conftest import ROOT
 
 # a module may import those of lower rank, and its own package; the first match counts
 RANKS = [
-    (r"pcsr_fast\.cli$", 10),
-    (r"pcsr_fast\.report$", 9),
-    (r"pcsr_fast\.(train|audit)$", 8),
-    (r"pcsr_fast\.search$", 7),
-    (r"pcsr_fast\.(division|evaluate|run)$", 6),
-    (r"pcsr_fast\.(model|rematch|checkpoint|presets)$", 5),
+    (r"pcsr_fast\.cli$", 11),
+    (r"pcsr_fast\.report$", 10),
+    (r"pcsr_fast\.(train|audit)$", 9),
+    (r"pcsr_fast\.search$", 8),
+    (r"pcsr_fast\.(division|evaluate|run)$", 7),
+    (r"pcsr_fast\.rematch$", 6),
+    (r"pcsr_fast\.(model|checkpoint|presets)$", 5),
     (r"pcsr_fast\.(data|config)", 4),
     (r"pcsr_fast\.ops\.op$", 2),
     (r"pcsr_fast\.ops", 3),
     (r"pcsr_fast\.(backend|triton|_native|distributed|gru)", 1),
-    (r"pcsr_fast(\.__main__)?$", 11),
+    (r"pcsr_fast(\.__main__)?$", 12),
 ]
 
 

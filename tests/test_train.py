@@ -697,14 +697,14 @@ def test_ambiguous_loss(form):
     weight = y if form == "default" else torch.ones(8)
     triplet = by_formula(scores, margin_of(y), b.images, b.pairs, weight)
     expected = 0.7 * triplet + 0.9 * gce - 3.0 * both(config, entropy_of(p), entropy_of(q))
-    check(ambiguous_loss(network, b, None, None, None, 1, config), expected, network)
+    check(ambiguous_loss(network, b, None, Division(None, None, None, 0.0), None, None, 1, config), expected, network)
 
 
 @pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("mask", [True, False])
 def test_refinable_loss(mask, form):
     network, split = tiny.network(**FORMS[form]), tiny.split()
-    config = tiny.config(mask_duplicates=mask, **FORMS[form])
+    config = tiny.config(mask_duplicates=mask, **FORMS[form] | {"refine": "image"})
     clean, b = tiny.batch(split, [3, 14, 29, 37, 48, 58]), tiny.batch(split, PAIRS)
     with torch.no_grad():
         # predictions that differ
@@ -728,7 +728,7 @@ def test_refinable_loss(mask, form):
     scores = network.similarity(images, network.encode_captions(tokens, offsets))
     ids = (b.images, matched) if mask else (None, None)
     weight = likeness.detach() if form == "default" else torch.ones(8)
-    parts = refinable_loss(network, b, split, bank, word_weights(split, tiny.WORDS), 1, config)
+    parts = refinable_loss(network, b, split, None, bank, word_weights(split, tiny.WORDS), 1, config)
     check(parts, by_formula(scores, margin_of(likeness), *ids, weight), network)
     # the share of the words of each new caption that its image's own captions have, by weight
     weights, shares = word_weights(split, tiny.WORDS), []

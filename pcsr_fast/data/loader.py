@@ -143,6 +143,12 @@ def gather(features: np.ndarray, rows: np.ndarray, out: Tensor) -> Tensor:  # [i
     return out
 
 
+def features_of(split: Split, images: np.ndarray) -> Tensor:  # int [I] -> [I, R, d_img]
+    """Features of images; one that is not finite counts as empty, as in the division."""
+    found = gather(split.features, images, torch.empty(len(images), split.regions, split.width))
+    return found.masked_fill_(~found.isfinite().flatten(1).all(1)[:, None, None], 0)
+
+
 def _assemble(split: Split, pairs: np.ndarray, own: slice, features: Tensor, position: int) -> Batch:
     images = np.asarray(split.image_of[pairs])
     gather(split.features, images[own], features)
