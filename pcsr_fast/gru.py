@@ -72,13 +72,13 @@ class _RaggedGru(torch.autograd.Function):
             if begin:
                 d_old = d_state[:, earlier : earlier + end - begin]
                 d_old.addcmul_(d, update[:, begin:end]).baddbmm_(d_gate, w_state)
-        d_w_state = (old[:, first:].mT @ d_gates[:, first:]).mT
+        d_w_state = d_gates[:, first:].mT @ old[:, first:]
         d_b_state = d_gates.sum(1)
         # from here on the input's gates: they differ in new alone
         d_gates[:, :, 2 * hidden :] = d_new.mul_(d_state)
         d_b_in = torch.cat([d_b_state[:, : 2 * hidden], d_new.sum(1)], 1)
         d_x = _in_order(d_gates @ w_in, tokens)
-        return d_x, None, None, None, (inputs.mT @ d_gates).mT, d_w_state, d_b_in, d_b_state
+        return d_x, None, None, None, d_gates.mT @ inputs, d_w_state, d_b_in, d_b_state
 
 
 def _in_order(rows: Tensor, tokens: Tensor) -> Tensor:  # [2, T, D], [2, T] -> [T, D]

@@ -183,10 +183,12 @@ class Network(nn.Module):
         # lengths are needed on the host, once a batch
         longest = int(lengths.max())
         valid = torch.arange(longest, device=tokens.device) < lengths[:, None]
+        # torch's layer on the CPU takes a small product a step and a direction, forth and back
         if tokens.is_cpu and not torch.compiler.is_compiling():
             flat = l2(ragged_gru(self.gru, self.dropout(self.words(tokens)), offsets))
-            words = flat.new_zeros(*valid.shape, flat.shape[1]).masked_scatter(valid[..., None], flat)
-            return Captions(flat, offsets, self.caption_pool(words, valid))
+            places = valid.flatten().nonzero()[:, 0]
+            words = flat.new_zeros(valid.numel(), flat.shape[1]).index_copy(0, places, flat)
+            return Captions(flat, offsets, self.caption_pool(words.unflatten(0, valid.shape), valid))
         padded = tokens.new_zeros(valid.shape).masked_scatter_(valid, tokens)
         packed = pack_padded_sequence(
             self.dropout(self.words(padded)), lengths.cpu(), batch_first=True, enforce_sorted=False
