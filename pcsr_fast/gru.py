@@ -20,6 +20,8 @@ def _schedule(offsets: Tensor) -> tuple[list[int], Tensor, Tensor]:  # [C + 1] -
     Of the states the first C are zeros; a step's rows go on with the first of the step before.
     """
     lengths, order = offsets.diff().sort(descending=True, stable=True)
+    if lengths[-1] < 1:
+        raise RuntimeError(f"sequence {int(order[-1])} is empty")
     begin, active = offsets[:-1][order], torch.arange(int(lengths[0]))[:, None] < lengths
     bounds = [0, *active.sum(1).cumsum(0).tolist()]
     step, sequence = active.nonzero().unbind(1)

@@ -51,6 +51,11 @@ def test_as_torch(lengths, dtype):
         assert torch.equal(ragged_gru(gru, x, offsets), found)
 
 
+def test_refuses_an_empty_sequence():
+    with pytest.raises(RuntimeError, match="sequence 1 is empty"):
+        ragged_gru(*made([2, 0, 3]))
+
+
 def test_numeric_gradient():
     gru, x, offsets = made([2, 1, 3], inputs=2, hidden=2)
     weights = [*gru.parameters()]
