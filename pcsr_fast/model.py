@@ -183,8 +183,8 @@ class Network(nn.Module):
         # lengths are needed on the host, once a batch
         longest = int(lengths.max())
         valid = torch.arange(longest, device=tokens.device) < lengths[:, None]
-        # torch's layer on the CPU takes a small product a step and a direction, forth and back
-        if tokens.is_cpu and not torch.compiler.is_compiling():
+        # torch's layer is as quick forward; backward on the CPU it takes small products and copies at every step
+        if tokens.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             flat = l2(ragged_gru(self.gru, self.dropout(self.words(tokens)), offsets))
             places = valid.flatten().nonzero()[:, 0]
             words = flat.new_zeros(valid.numel(), flat.shape[1]).index_copy(0, places, flat)
