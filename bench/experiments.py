@@ -19,10 +19,15 @@ from typing import NamedTuple
 from bench.measure import RESULTS
 from pcsr_fast.config import PRINTED, Config
 
-SCHEDULE = dict(batch_size=32, warmup_steps=0, refinable_from=3, device="cpu")
+# one epoch of each stage, and on the sample set one more; the last at a tenth of the learning rate
+SCHEDULE = dict(batch_size=32, warmup_steps=0, refinable_from=2, ambiguous_from=3, device="cpu")
 SETTINGS = {
-    "sample": dict(embedding=128, similarity=32, warmup_epochs=8, epochs=6, ambiguous_from=5, target_epochs=6),
-    "folder": dict(embedding=256, similarity=64, warmup_epochs=5, epochs=4, ambiguous_from=4, target_epochs=4),
+    "sample": dict(
+        embedding=128, similarity=32, learning_rate=1e-3, warmup_epochs=4, epochs=4, target_epochs=4, decay_every=3
+    ),
+    "folder": dict(
+        embedding=256, similarity=64, learning_rate=5e-4, warmup_epochs=3, epochs=3, target_epochs=3, decay_every=2
+    ),
 }
 DEV_IMAGES, TEST_IMAGES = 300, 500  # of a folder
 COLUMNS = ("data", "noise", "variant", "seed", "best_epoch", "dev_rsum", "test_rsum")

@@ -13,8 +13,8 @@ SUBSETS = ("clean", "refinable", "ambiguous")
 PRINTED = dict(
     classifier_input="regions", classifier_gradient=True, classifier_norm=False, classifier_rate=1.0,
     assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss",
-    judges="other", refinable_by="consistency", tally_from=1,
-    refine="image", rematch_scope="batch", rematch_by="images", negatives_ramp=False,
+    judges="other", refinable_by="consistency", threshold="controller", tally_from=1,
+    rematch_scope="batch", rematch_by="images", negatives_ramp=False,
 )  # fmt: skip
 
 
@@ -62,10 +62,10 @@ class Config:
     # division
     evidence: Literal["loss", "both"] = "both"  # of the mixture: the loss; or S_p too, once the classifier was trained
     judges: Literal["other", "both"] = "both"  # who says which pairs a network trains on: the other one, as printed
-    memory: float = 0.0  # of the epoch before, in the belief that a pair is clean
     subsets: tuple[str, ...] = SUBSETS  # ablation: which are trained on
     noisy_treatment: Literal["split", "refinable", "ambiguous"] = "split"  # ablation: one treatment for all noisy pairs
-    threshold: Literal["controller", "quantile"] = "controller"
+    # of what is refinable: follows the target step by step, as printed, or meets it in every epoch
+    threshold: Literal["controller", "quantile"] = "quantile"
     pcs: Literal["share", "counts"] = "share"  # divided by the number of observations, or as printed
     refinable_by: Literal["consistency", "match", "both"] = "both"  # PCS, as printed; the match's S_p; their mean
     tally_from: int = 2  # epoch after warm-up from which labels count: before it, the classifier knows nothing
@@ -75,8 +75,6 @@ class Config:
     controller_gain: float = 0.2  # k
     controller_rate: float = 0.7  # beta
     evaluation_negatives: int = 0  # each pair's negatives in the evaluation pass; 0: the whole batch
-    refine: Literal["image", "caption"] = "caption"  # what a refinable pair keeps, and another image or caption fits
-    rematch_candidates: int = 16  # images that a caption is scored with, of at most bank_size
     rematch_scope: Literal["batch", "bank"] = "bank"
     bank_size: int = 4096
     rematch_by: Literal["images", "both"] = "both"  # S_p of both images; times that of the image and the new caption
@@ -89,7 +87,7 @@ class Config:
     ambiguous_from: int = 41
     # among the whole batch, or, with many ranks, among each rank's part of it
     negatives: Literal["global", "local"] = "global"
-    negatives_ramp: bool = True  # hardest negatives among 4, 8, 16, ... pairs in the first epochs
+    negatives_ramp: bool = True  # hardest negatives among 8, 16, 32, ... pairs in the first epochs
     batch_size: int = 128  # of all ranks together
     learning_rate: float = 2e-4
     classifier_rate: float = 5.0  # learning rate of the pseudo-classifier, in those of the rest
@@ -121,7 +119,6 @@ class Config:
             *(
                 "assignment_queue",
                 "bank_size",
-                "rematch_candidates",
                 "epochs",
                 "warmup_epochs",
                 "tally_from",

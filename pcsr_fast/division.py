@@ -42,7 +42,6 @@ class Division:
     subset: np.ndarray  # uint8 [N]: CLEAN, REFINABLE or AMBIGUOUS
     tau: float | None  # threshold of PCS, None before its first use
     utilisation: float  # lambda: share of noisy pairs that the tau of the epoch before would refine
-    partner: np.ndarray | None = None  # int32 [N], image that fits a noisy pair's caption; -1 for clean pairs
 
     def pairs(self, subset: int) -> np.ndarray:
         return np.flatnonzero(self.subset == subset)
@@ -252,10 +251,11 @@ def pair_pcs(state: TallyState, split: Split, observations: int, config: Config)
     return (pcs / max(observations, 1) if config.pcs == "share" else pcs)[split.image_of]
 
 
-def refinability(pcs: np.ndarray, match: np.ndarray | None, config: Config) -> np.ndarray:  # [N], [N] -> [N]
-    """What is compared with tau: the consistency of a pair's image, and how alike what it would be matched with is."""
-    if config.refinable_by == "consistency" or match is None:
+def refinability(pcs: np.ndarray, found: Evaluation, split: Split, config: Config) -> np.ndarray:  # float32 [N]
+    """What is compared with tau: the consistency of a pair's image, how alike its match in the bank is, or both."""
+    if config.refinable_by == "consistency":
         return pcs
+    match = found.match[split.image_of]
     return match if config.refinable_by == "match" else (pcs + match) / 2
 
 

@@ -1,11 +1,5 @@
-"""What a refinable pair is trained as: its image with a caption of a clean pair, or its caption with another image.
+"""Which caption a refinable image gets: that of the clean pair whose pseudo-labels are most like its own."""
 
-As printed, an image gets the caption of the clean image whose pseudo-labels are most like its own, from a bank that
-training fills (Bank). Or a caption gets, once a division, the image that fits it best (best_images): pseudo-labels
-choose candidates, the similarity of both networks decides.
-"""
-
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +7,6 @@ import torch
 from torch import Tensor
 
 from pcsr_fast.config import Config
-from pcsr_fast.data.loader import captions_of, features_of
-from pcsr_fast.data.split import Split
-from pcsr_fast.model import Images, Network
-
-CAPTIONS = 256  # that images are looked for at a time
 
 
 def unit_predictions(logits: Tensor, config: Config) -> Tensor:  # [B, K]
@@ -72,48 +61,3 @@ class Bank:
         similar = similar.masked_fill((self.pairs < 0) | similar.isnan(), -torch.inf)
         likeness, at = similar.max(1)
         return self.pairs[at], likeness.clamp(0, 1)
-
-
-@torch.no_grad()
-def best_images(
-    networks: list[Network],
-    split: Split,
-    pairs: np.ndarray,  # int [P], whose captions
-    images: np.ndarray,  # int [M], candidates
-    config: Config,
-    device: torch.device,
-    shown: Callable[[range], Iterable[int]] = lambda starts: starts,
-) -> tuple[np.ndarray, np.ndarray]:  # int64 [P], float32 [P]
-    """The image that fits each caption best, and S_p of both, the mean of all networks."""
-    best, likeness = np.empty(len(pairs), np.int64), np.empty(len(pairs), np.float32)
-    encoded, predictions = zip(*(_encoded(network, split, images, config, device) for network in networks), strict=True)
-    count = min(config.rematch_candidates, len(images))
-    for start in shown(range(0, len(pairs), CAPTIONS)):
-        rows = slice(start, start + CAPTIONS)
-        tokens, offsets = (x.to(device) for x in captions_of(split, pairs[rows]))
-        captions = [network.encode_captions(tokens, offsets) for network in networks]
-        own = [unit_predictions(n.caption_logits(c), config) for n, c in zip(networks, captions, strict=True)]
-        alike = sum(q @ p.T for q, p in zip(own, predictions, strict=True)) / len(networks)
-        likely = alike.topk(count, dim=1).indices
-        # each candidate once, however many captions it is one for
-        some, place = likely.unique(return_inverse=True)
-        column = torch.arange(len(likely), device=device)[:, None].expand_as(likely)
-        cells = torch.stack([place, column], 2).flatten(0, 1)
-        scores = sum(
-            network.similarity(Images(*(x[some] for x in known)), words, cells)
-            for network, known, words in zip(networks, encoded, captions, strict=True)
-        )
-        chosen = likely.gather(1, scores.view_as(likely).argmax(1, keepdim=True))
-        best[rows], likeness[rows] = images[chosen[:, 0].cpu().numpy()], alike.gather(1, chosen)[:, 0].cpu().numpy()
-    return best, likeness
-
-
-def _encoded(network: Network, split: Split, images: np.ndarray, config: Config, device) -> tuple[Images, Tensor]:
-    """Images and their predictions, [M, K], unit vectors."""
-    network.eval()
-    parts = []
-    for start in range(0, len(images), config.evaluation_batch):
-        some = features_of(split, images[start : start + config.evaluation_batch])
-        parts.append(network.encode_images(some.to(device)))
-    found = Images(*(torch.cat(x) for x in zip(*parts, strict=True)))
-    return found, torch.cat([unit_predictions(network.image_logits(part), config) for part in parts])

@@ -39,7 +39,6 @@ from pcsr_fast.division import (
     divide,
     evaluate_pairs,
     health,
-    is_clean,
     likeness_of,
     pair_pcs,
     refinability,
@@ -48,7 +47,7 @@ from pcsr_fast.division import (
 from pcsr_fast.evaluate import evaluate
 from pcsr_fast.model import Captions, Images, Network
 from pcsr_fast.ops import Agreement, TallyState, adaptive_margin, agreement, entropy, triplet
-from pcsr_fast.rematch import Bank, best_images
+from pcsr_fast.rematch import Bank
 from pcsr_fast.run import distributions, write_division
 
 NAMES = ("A", "B")
@@ -282,8 +281,8 @@ def learning_rate(epoch: int, config: Config) -> float:
 
 
 def negatives(epoch: int, config: Config) -> int:
-    """How many pairs hardest negatives are chosen among: all, or 4, 8, 16, ... in the first epochs."""
-    return min(2 ** (epoch + 1), config.batch_size) if config.negatives_ramp and epoch > 0 else config.batch_size
+    """How many pairs hardest negatives are chosen among: all, or 8, 16, 32, ... in the first epochs."""
+    return min(2 ** (epoch + 2), config.batch_size) if config.negatives_ramp and epoch > 0 else config.batch_size
 
 
 def seed_of(config: Config, *place: int) -> int:
@@ -313,74 +312,37 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device) 
         total = math.ceil(count_batches(len(split), config.batch_size) / distributed.size())
         shown = progress(order, total, f"evaluate {NAMES[k]}")
         found.append(evaluate_pairs(network, split, shown, state.tallies[k], config, state.banks[k]))
-    first = distributed.rank() == 0
-    beliefs, mixtures = believe(state, found, epoch, config) if first else ([], [])
-    partner, match = None, [None, None]
-    if config.method == "pcsr" and "refinable" in stage_subsets(epoch, config):
-        if config.refine == "caption":
-            distributed.phase(f"rematch, epoch {state.epoch + 1}")
-            partner, alike = rematch(state, split, beliefs, config, device)
-            match = [alike, alike]
-        elif first:
-            match = [x.match[split.image_of] for x in found]
-    told = []
+    told = decide(state, found, split, epoch, config) if distributed.rank() == 0 else []
     for k in range(len(NAMES)):
-        if first:
-            told.append(decide(state, k, found[k], beliefs[k], mixtures[k], match[k], partner, split, epoch, config))
         state.divisions[k] = same_division(state.divisions[k], len(split))
         state.figures[k] = distributed.from_first(state.figures[k])
     return told
 
 
-def believe(state: State, found: list[Evaluation], epoch: int, config: Config) -> tuple[list, list]:
-    """What each network believes of every pair, or both together, and remembers; and the mixtures of losses."""
+def decide(
+    state: State, found: list[Evaluation], split: Split, epoch: int, config: Config
+) -> list[dict[str, np.ndarray]]:
+    """The division of each network, and its figures; returns what they say of every pair."""
     beliefs, mixtures = zip(*(clean_posterior(x, epoch, config) for x in found), strict=True)
     if config.judges == "both":
         beliefs = [sum(beliefs) / len(beliefs)] * len(beliefs)
-    if config.memory and all(state.divisions):
-        pairs = zip(beliefs, state.divisions, strict=True)
-        beliefs = [(1 - config.memory) * now + config.memory * before.posterior for now, before in pairs]
-    return list(beliefs), list(mixtures)
-
-
-def rematch(state: State, split: Split, beliefs: list[np.ndarray], config: Config, device) -> tuple:
-    """For every pair that is not clean to both networks the image that fits its caption, and how alike they are.
-
-    Of all ranks on rank 0: int32 [N] and float32 [N]; candidates are images of clean pairs.
-    """
-    clean = np.logical_and(*(is_clean(x) for x in beliefs)) if beliefs else None
-    clean = distributed.array_from_first(clean, (len(split),), np.bool_)
-    images = np.unique(split.image_of[clean])
-    if len(images) > config.bank_size:
-        generator = np.random.default_rng(seed_of(config, PASS, len(NAMES), state.epoch))
-        images = np.sort(generator.choice(images, config.bank_size, replace=False))
-    partner, match = np.full(len(split), -1, np.int32), np.zeros(len(split), np.float32)
-    pairs = np.flatnonzero(~clean)[distributed.rank() :: distributed.size()]
-    if len(images):
-        partner[pairs], match[pairs] = best_images(
-            state.networks, split, pairs, images, config, device, lambda x: progress(x, len(x), "rematch")
-        )
-    for array in (partner, match):
-        distributed.merge(array, "max")
-    return partner, match
-
-
-def decide(state, k, found: Evaluation, posterior, components, match, partner, split: Split, epoch, config) -> dict:
-    """The division of one network, and its figures; returns what it says of every pair."""
-    pcs = pair_pcs(state.tallies[k], split, state.observations, config)
-    before = state.divisions[k].tau if state.divisions[k] else None
-    own = divide(posterior, refinability(pcs, match, config), before, epoch, config)
-    state.divisions[k] = own = dataclasses.replace(own, partner=partner)
-    state.figures[k] = health(found, own, split, config) | {
-        "mixture_low": float(components[0, 1]),
-        "mixture_high": float(components[1, 1]),
-        "tau": own.tau,
-        "utilisation": own.utilisation,
-        "target": target_utilisation(epoch, config),
-        "pcs_mean": float(pcs.mean()),
-        **distributions(found.losses, pcs, components, split.image_of != split.true_image),
-    }
-    return {"loss": found.losses, "posterior": posterior, "pcs": pcs, "subset": own.subset}
+    told = []
+    for k, (own, posterior, components) in enumerate(zip(found, beliefs, mixtures, strict=True)):
+        pcs = pair_pcs(state.tallies[k], split, state.observations, config)
+        before = state.divisions[k].tau if state.divisions[k] else None
+        division = divide(posterior, refinability(pcs, own, split, config), before, epoch, config)
+        state.divisions[k] = division
+        state.figures[k] = health(own, division, split, config) | {
+            "mixture_low": float(components[0, 1]),
+            "mixture_high": float(components[1, 1]),
+            "tau": division.tau,
+            "utilisation": division.utilisation,
+            "target": target_utilisation(epoch, config),
+            "pcs_mean": float(pcs.mean()),
+            **distributions(own.losses, pcs, components, split.image_of != split.true_image),
+        }
+        told.append({"loss": own.losses, "posterior": posterior, "pcs": pcs, "subset": division.subset})
+    return told
 
 
 def same_division(own: Division | None, pairs: int) -> Division:
@@ -390,9 +352,7 @@ def same_division(own: Division | None, pairs: int) -> Division:
     own = own if distributed.rank() == 0 else Division(None, None, None, 0.0)
     posterior = distributed.array_from_first(own.posterior, (pairs,), np.float32)
     subset = distributed.array_from_first(own.subset, (pairs,), np.uint8)
-    tau, utilisation, rematched = distributed.from_first((own.tau, own.utilisation, own.partner is not None))
-    partner = distributed.array_from_first(own.partner, (pairs,), np.int32) if rematched else None
-    return Division(posterior, subset, tau, utilisation, partner)
+    return Division(posterior, subset, *distributed.from_first((own.tau, own.utilisation)))
 
 
 def train_epoch(state: State, split: Split, epoch: int, config: Config, device) -> Iterator[None]:
@@ -409,9 +369,9 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
     def view(batch: Batch) -> Network | Shared:
         return distributed.shared(network, len(batch), least_rows(config))
 
-    def loader(subset: int, indices, source: Split = split, **options) -> Iterator[Batch]:
+    def loader(subset: int, indices, **options) -> Iterator[Batch]:
         return batches(
-            source, config.batch_size, seed_of(config, ORDER, k, subset), state.epoch, indices,
+            split, config.batch_size, seed_of(config, ORDER, k, subset), state.epoch, indices,
             state.step, device=device, workers=config.workers, rows=rows, **options,
         )  # fmt: skip
 
@@ -423,8 +383,7 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
         for name, subset in (("refinable", REFINABLE), ("ambiguous", AMBIGUOUS)):
             pairs = division.pairs(subset)
             if name in stage_subsets(epoch, config) and len(pairs) >= 2:
-                source = refined(split, division) if subset == REFINABLE else split
-                others[subset] = loader(subset, pairs, source, endless=True)
+                others[subset] = loader(subset, pairs, endless=True)
     if divided and state.banks[k] is None:
         state.banks[k] = Bank.empty(config, device)
     bank = state.banks[k]
@@ -445,17 +404,17 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
             for subset, source in others.items():
                 other = next(source)
                 # a clean step that was not finite leaves nothing to match with
-                if len(other) < 2 or (subset == REFINABLE and config.refine == "image" and not bank.filled):
+                if len(other) < 2 or (subset == REFINABLE and not bank.filled):
                     continue
                 if subset == REFINABLE:
                     run_step(
                         state, "refinable", config, refinable_loss,
-                        view(other), other, split, division, bank, weights, epoch, config,
+                        view(other), other, split, bank, weights, epoch, config,
                     )  # fmt: skip
                 else:
                     run_step(
                         state, "ambiguous", config, ambiguous_loss,
-                        view(other), other, split, division, bank, weights, epoch, config,
+                        view(other), other, split, bank, weights, epoch, config,
                     )  # fmt: skip
         state.step = batch.position
         yield
@@ -600,40 +559,19 @@ def clean_loss(
         parts["ce"] = (found.image_loss + found.text_loss if config.both_sides else found.image_loss).mean()
         parts["entropy"] = mean_entropy(found, config)
         loss = loss + config.lambda_ce * parts["ce"] - config.lambda_entropy * parts["entropy"]
-        if config.refine == "image":
-            bank.put(p, q, batch.pairs, config)
+        bank.put(p, q, batch.pairs, config)
     return {"loss": loss} | parts
 
 
-def refined(split: Split, division: Division) -> Split:
-    """Captions of refinable pairs with the images that fit them."""
-    if division.partner is None:
-        return split
-    found = (division.subset == REFINABLE) & (division.partner >= 0)
-    return split.with_noise(np.where(found, division.partner, split.image_of))
-
-
 def refinable_loss(
-    network: Network,
-    batch: Batch,
-    split: Split,
-    division: Division,
-    bank: Bank,
-    weights: np.ndarray | None,
-    epoch: int,
-    config: Config,
+    network: Network, batch: Batch, split: Split, bank: Bank, weights: np.ndarray | None, epoch: int, config: Config
 ) -> dict[str, Tensor]:
-    """Captions with the images that fit them, as the division has found; or, as printed, images with other captions."""
+    """Images keep, captions change: each image trains with the caption of the clean image that is most like it."""
     images = network.encode_images(batch.features)
-    pairs, tokens, offsets = batch.pairs, batch.tokens, batch.offsets
-    p = network.image_logits(images)
-    if config.refine == "image":
-        pairs, likeness = bank.match(p, config)
-        # which captions to read is the one thing the host must know
-        tokens, offsets = (x.to(pairs.device) for x in captions_of(split, pairs.cpu().numpy()))
+    pairs, likeness = bank.match(network.image_logits(images), config)
+    # which captions to read is the one thing the host must know
+    tokens, offsets = (x.to(batch.pairs.device) for x in captions_of(split, pairs.cpu().numpy()))
     captions = network.encode_captions(tokens, offsets)
-    if config.refine == "caption":
-        likeness = likeness_of(p, network.caption_logits(captions), config)
     margin = adaptive_margin(likeness, config.alpha, config.margin_base)
     loss = contrast(
         network, images, captions, margin, "hardest", batch.images, pairs, epoch, config, noisy_weight(likeness, config)
@@ -643,14 +581,7 @@ def refinable_loss(
 
 
 def ambiguous_loss(
-    network: Network,
-    batch: Batch,
-    split: Split,
-    division: Division,
-    bank: Bank,
-    weights: np.ndarray | None,
-    epoch: int,
-    config: Config,
+    network: Network, batch: Batch, split: Split, bank: Bank, weights: np.ndarray | None, epoch: int, config: Config
 ) -> dict[str, Tensor]:
     images, captions = encode_batch(network, batch)
     p, q = network.image_logits(images), network.caption_logits(captions)
@@ -670,11 +601,9 @@ def ambiguous_loss(
     }
     loss = config.lambda_triplet * loss + config.lambda_gce * parts["gce"] - config.lambda_entropy * parts["entropy"]
     # what they would get if they were refined
-    if division.partner is not None:
-        partner = torch.from_numpy(division.partner[batch.pairs.cpu().numpy()])
-        compared = mean_overlap(split, weights, partner, batch.pairs)
-    else:
-        compared = {} if weights is None else mean_overlap(split, weights, batch.images, bank.match(p, config)[0])
+    compared = {}
+    if weights is not None and bank.filled:
+        compared = mean_overlap(split, weights, batch.images, bank.match(p, config)[0])
     return {"loss": loss} | parts | step_weight(likeness, config) | compared
 
 
@@ -757,8 +686,7 @@ def weights(state: State, config: Config, identity: dict, record: dict) -> dict:
 def pack(state: State, config: Config, identity: dict, records: list[dict]) -> dict:
     divisions = [
         None if d is None else {"posterior": torch.from_numpy(d.posterior), "subset": torch.from_numpy(d.subset),
-                                "tau": d.tau, "utilisation": d.utilisation,
-                                "partner": None if d.partner is None else torch.from_numpy(d.partner)}
+                                "tau": d.tau, "utilisation": d.utilisation}
         for d in state.divisions
     ]  # fmt: skip
     plain = ("epoch", "phase", "network", "step", "observations", "sums", "figures", "best", "best_epoch", "bad_streak")

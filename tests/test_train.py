@@ -21,7 +21,7 @@ from pcsr_fast import checkpoint, use_backend
 from pcsr_fast import train as module
 from pcsr_fast.data.loader import captions_of
 from pcsr_fast.data.overlap import word_weights
-from pcsr_fast.division import CLEAN, REFINABLE, Division
+from pcsr_fast.division import CLEAN, REFINABLE, Division, Evaluation, mixture
 from pcsr_fast.ops import adaptive_margin
 from pcsr_fast.rematch import Bank
 from pcsr_fast.train import (
@@ -484,6 +484,28 @@ def test_switches_run(tmp_path, spy, monkeypatch, changes, losses):
         assert torch.equal(weight, network.classifier.hidden.weight) == (changes.get("method") in ("sgr", "clean"))
 
 
+def test_both_networks_judge():
+    rng = np.random.default_rng(0)
+    config = tiny.config(judges="other")
+    split = tiny.split()
+    labels, none = np.zeros(60, np.int32), np.zeros(60, np.float32)
+    found = [
+        Evaluation(
+            np.where(rng.random(60) < 0.5, 0.1, 0.6).astype(np.float32), labels[:12], labels, none, none[:12], 0, 0
+        )
+        for _ in range(2)
+    ]
+    own = [mixture(x.losses)[0] for x in found]
+    state = new_state(config, split, tiny.WORDS, "cpu")
+    told = module.decide(state, found, split, 1, config)
+    assert all(np.array_equal(d.posterior, x) for d, x in zip(state.divisions, own, strict=True))
+    module.decide(state, found, split, 1, replace(config, judges="both"))
+    assert all(np.allclose(d.posterior, (own[0] + own[1]) / 2) for d in state.divisions)
+    # the other's word counts: the two do not agree on all
+    assert (told[0]["subset"] != told[1]["subset"]).any()
+    assert (state.divisions[0].subset != told[0]["subset"]).any()
+
+
 def test_subsets_too_small_are_skipped(spy):
     split, config = tiny.split(), tiny.config(refinable_from=1, ambiguous_from=1)
     # 17 clean pairs: two batches of 8, and one pair left over; one refinable pair; 9 ambiguous: 8 and 1
@@ -697,14 +719,14 @@ def test_ambiguous_loss(form):
     weight = y if form == "default" else torch.ones(8)
     triplet = by_formula(scores, margin_of(y), b.images, b.pairs, weight)
     expected = 0.7 * triplet + 0.9 * gce - 3.0 * both(config, entropy_of(p), entropy_of(q))
-    check(ambiguous_loss(network, b, None, Division(None, None, None, 0.0), None, None, 1, config), expected, network)
+    check(ambiguous_loss(network, b, None, None, None, 1, config), expected, network)
 
 
 @pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("mask", [True, False])
 def test_refinable_loss(mask, form):
     network, split = tiny.network(**FORMS[form]), tiny.split()
-    config = tiny.config(mask_duplicates=mask, **FORMS[form] | {"refine": "image"})
+    config = tiny.config(mask_duplicates=mask, **FORMS[form])
     clean, b = tiny.batch(split, [3, 14, 29, 37, 48, 58]), tiny.batch(split, PAIRS)
     with torch.no_grad():
         # predictions that differ
@@ -728,7 +750,7 @@ def test_refinable_loss(mask, form):
     scores = network.similarity(images, network.encode_captions(tokens, offsets))
     ids = (b.images, matched) if mask else (None, None)
     weight = likeness.detach() if form == "default" else torch.ones(8)
-    parts = refinable_loss(network, b, split, None, bank, word_weights(split, tiny.WORDS), 1, config)
+    parts = refinable_loss(network, b, split, bank, word_weights(split, tiny.WORDS), 1, config)
     check(parts, by_formula(scores, margin_of(likeness), *ids, weight), network)
     # the share of the words of each new caption that its image's own captions have, by weight
     weights, shares = word_weights(split, tiny.WORDS), []
@@ -750,14 +772,14 @@ def test_a_detached_classifier_trains_alone():
 
 def test_the_ramp_of_negatives():
     config = tiny.config(negatives_ramp=True, batch_size=20)
-    assert [negatives(epoch, config) for epoch in (-1, 0, 1, 2, 3, 4)] == [20, 20, 4, 8, 16, 20]
+    assert [negatives(epoch, config) for epoch in (-1, 0, 1, 2, 3, 4)] == [20, 20, 8, 16, 20, 20]
     assert negatives(1, tiny.config(negatives_ramp=False)) == 8
     network, b = tiny.network(), tiny.batch(tiny.split(), [*range(0, 60, 6)])
     scores, _, _ = encoded(network, b)
     images, captions = network.encode_images(b.features), network.encode_captions(b.tokens, b.offsets)
     margin = torch.linspace(0, 0.2, 10)
     found = contrast(network, images, captions, margin, "hardest", b.images, b.pairs, 1, config)
-    groups = [slice(0, 4), slice(4, 8), slice(8, 10)]
+    groups = [slice(0, 8), slice(8, 10)]
     expected = sum(by_formula(scores[g, g], margin[g], b.images[g], b.pairs[g]) for g in groups)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     whole = contrast(network, images, captions, margin, "hardest", b.images, b.pairs, 4, config)
@@ -804,57 +826,6 @@ def test_the_gradient_is_clipped():
         logged = module.means(state.sums)["A_all_gradient_norm"]
         assert logged > 0.02
         assert norm == pytest.approx(expected or logged, rel=1e-3)
-
-
-# the bank
-
-
-def logits_of(*classes, k=8):
-    return 9 * torch.nn.functional.one_hot(torch.tensor(classes), k).float()
-
-
-def test_bank_matches_the_nearest():
-    config = tiny.config(rematch_scope="batch", likeness_temperature=1.0, rematch_by="images")
-    bank = Bank.empty(config, "cpu")
-    generator = torch.Generator().manual_seed(0)
-    theirs, own = torch.randn(8, 8, generator=generator) * 3, torch.randn(5, 8, generator=generator) * 3
-    bank.put(theirs, theirs, torch.arange(20, 20 + 8), config)
-    pairs, likeness = bank.match(own, config)
-    similar = torch.stack([cosine(x, theirs.softmax(1)) for x in own.softmax(1)])
-    torch.testing.assert_close(likeness, similar.max(1).values)
-    assert pairs.tolist() == (similar.argmax(1) + 20).tolist()
-    # NaN is no match
-    bank.predictions[3] = torch.nan
-    similar[:, 3] = -1
-    assert bank.match(own, config)[0].tolist() == (similar.argmax(1) + 20).tolist()
-
-
-def test_bank_of_one_step_forgets():
-    config = tiny.config(rematch_scope="batch")
-    bank = Bank.empty(config, "cpu")
-    assert bank.filled == 0
-    for step, (size, first) in enumerate(((8, 100), (3, 200))):
-        bank.forget(config)
-        bank.put(
-            *[logits_of(*range(step, step + size) if size < 8 else range(8))] * 2,
-            torch.arange(first, first + size),
-            config,
-        )
-    assert bank.filled == 3
-    # class 7 was of the step before
-    assert {*bank.match(logits_of(7, 0, 2), config)[0].tolist()} <= {200, 201, 202}
-
-
-def test_ring_overwrites_the_oldest():
-    config = tiny.config(rematch_scope="bank", bank_size=10)
-    bank = Bank.empty(config, "cpu")
-    for start in (0, 4, 8):
-        bank.forget(config)
-        bank.put(*[logits_of(*[start // 4] * 4)] * 2, torch.arange(start, start + 4), config)
-    assert sorted(bank.pairs.tolist()) == [*range(2, 12)]
-    assert bank.filled == 10
-    assert bank.match(logits_of(1, 2), config)[0].tolist()[0] in range(4, 8)
-    assert bank.match(logits_of(0), config)[0].tolist()[0] in (2, 3)
 
 
 # all of it
