@@ -19,15 +19,11 @@ from typing import NamedTuple
 from bench.measure import RESULTS
 from pcsr_fast.config import PRINTED, Config
 
-# one epoch of each stage, and on the sample set one more; the last at a tenth of the learning rate
+# short: an epoch of each stage, and on the sample set one more
 SCHEDULE = dict(batch_size=32, warmup_steps=0, refinable_from=2, ambiguous_from=3, device="cpu")
 SETTINGS = {
-    "sample": dict(
-        embedding=128, similarity=32, learning_rate=1e-3, warmup_epochs=4, epochs=4, target_epochs=4, decay_every=3
-    ),
-    "folder": dict(
-        embedding=256, similarity=64, learning_rate=5e-4, warmup_epochs=3, epochs=3, target_epochs=3, decay_every=2
-    ),
+    "sample": dict(embedding=128, similarity=32, learning_rate=1e-3, warmup_epochs=4, epochs=4, target_epochs=4),
+    "folder": dict(embedding=256, similarity=64, learning_rate=5e-4, warmup_epochs=3, epochs=3, target_epochs=3),
 }
 DEV_IMAGES, TEST_IMAGES = 300, 500  # of a folder
 COLUMNS = ("data", "noise", "variant", "seed", "best_epoch", "dev_rsum", "test_rsum")

@@ -67,7 +67,7 @@ class Config:
     # of what is refinable: follows the target step by step, as printed, or meets it in every epoch
     threshold: Literal["controller", "quantile"] = "quantile"
     pcs: Literal["share", "counts"] = "share"  # divided by the number of observations, or as printed
-    refinable_by: Literal["consistency", "match", "both"] = "both"  # PCS, as printed; the match's S_p; their mean
+    refinable_by: Literal["consistency", "match", "both"] = "match"  # PCS, as printed; the match's S_p; their mean
     tally_from: int = 2  # epoch after warm-up from which labels count: before it, the classifier knows nothing
     target_start: float = 0.4  # of lambda_target, rising to target_end over target_epochs
     target_end: float = 0.9

@@ -251,11 +251,11 @@ def pair_pcs(state: TallyState, split: Split, observations: int, config: Config)
     return (pcs / max(observations, 1) if config.pcs == "share" else pcs)[split.image_of]
 
 
-def refinability(pcs: np.ndarray, found: Evaluation, split: Split, config: Config) -> np.ndarray:  # float32 [N]
+def refinability(pcs: np.ndarray, match: np.ndarray, config: Config) -> np.ndarray:  # [N], [N] -> [N]
     """What is compared with tau: the consistency of a pair's image, how alike its match in the bank is, or both."""
-    if config.refinable_by == "consistency":
+    # before the first epoch of clean pairs there is no match
+    if config.refinable_by == "consistency" or not match.any():
         return pcs
-    match = found.match[split.image_of]
     return match if config.refinable_by == "match" else (pcs + match) / 2
 
 

@@ -324,13 +324,15 @@ def decide(
 ) -> list[dict[str, np.ndarray]]:
     """The division of each network, and its figures; returns what they say of every pair."""
     beliefs, mixtures = zip(*(clean_posterior(x, epoch, config) for x in found), strict=True)
+    matches = [x.match for x in found]
     if config.judges == "both":
-        beliefs = [sum(beliefs) / len(beliefs)] * len(beliefs)
+        beliefs, matches = ([sum(x) / len(x)] * len(x) for x in (beliefs, matches))
     told = []
-    for k, (own, posterior, components) in enumerate(zip(found, beliefs, mixtures, strict=True)):
+    for k, (own, posterior, match, components) in enumerate(zip(found, beliefs, matches, mixtures, strict=True)):
         pcs = pair_pcs(state.tallies[k], split, state.observations, config)
         before = state.divisions[k].tau if state.divisions[k] else None
-        division = divide(posterior, refinability(pcs, own, split, config), before, epoch, config)
+        score = refinability(pcs, match[split.image_of], config)
+        division = divide(posterior, score, before, epoch, config)
         state.divisions[k] = division
         state.figures[k] = health(own, division, split, config) | {
             "mixture_low": float(components[0, 1]),

@@ -24,9 +24,11 @@ from pcsr_fast.division import (
     mixture,
     next_tau,
     pair_pcs,
+    refinability,
     target_utilisation,
 )
 from pcsr_fast.ops import TallyState, label_similarity, tally
+from pcsr_fast.rematch import Bank
 
 
 def test_mixture_of_two_clusters():
@@ -136,7 +138,7 @@ def test_next_tau():
 
 POSTERIOR = np.array([0.9, 0.8, 0.1, 0.2, 0.3, 0.1, 0.4], np.float32)
 PCS = np.array([0.0, 1.0, 0.9, 0.7, 0.5, 0.3, 0.1], np.float32)
-STAGES = dict(refinable_from=26, target_start=0.4, target_end=0.9, target_epochs=50)
+STAGES = dict(refinable_from=26, target_start=0.4, target_end=0.9, target_epochs=50, threshold="controller")
 
 
 def test_before_the_refinable_stage_the_controller_idles():
@@ -162,7 +164,7 @@ def test_tau_moves_before_it_divides():
     assert found.utilisation == pytest.approx(0.2)
     assert found.tau == pytest.approx(0.6442)
     assert found.pairs(REFINABLE).tolist() == [2, 3]
-    quantile = divide(POSTERIOR, PCS, 0.71, 27, tiny.config(**STAGES, threshold="quantile"))
+    quantile = divide(POSTERIOR, PCS, 0.71, 27, tiny.config(**STAGES | {"threshold": "quantile"}))
     assert quantile.tau == pytest.approx(0.5)
     assert quantile.pairs(REFINABLE).tolist() == [2, 3, 4]
     assert quantile.utilisation == pytest.approx(0.6)
@@ -183,6 +185,30 @@ def test_pcs_of_pairs():
     counts = pair_pcs(state, split, 4, tiny.config(pcs="counts"))
     assert counts[::5].tolist() == [1, 4, 2]  # of images 2, 0 and 1: 2-1, 4-0, 3-1
     assert pair_pcs(state, split, 4, tiny.config(pcs="share"))[::5].tolist() == [0.25, 1, 0.5]
+
+
+def test_what_is_refinable():
+    pcs, match = np.float32([0.2, 0.4, 0.6]), np.float32([0.8, 0.1, 0.3])
+    expected = {"consistency": [0.2, 0.4, 0.6], "match": [0.8, 0.1, 0.3], "both": [0.5, 0.25, 0.45]}
+    for name, values in expected.items():
+        np.testing.assert_allclose(refinability(pcs, match, tiny.config(refinable_by=name)), values)
+        assert np.array_equal(refinability(pcs, 0 * match, tiny.config(refinable_by=name)), pcs)
+
+
+@torch.no_grad()
+def test_the_pass_says_how_well_an_image_can_be_matched():
+    split, c = tiny.split(ratio=0.4), tiny.config()
+    net, bank = tiny.network(), Bank.empty(c, "cpu")
+    order = [*batches(split, 8, 3, 1, workers=0)]
+    state = TallyState.zeros(split.images, 8)
+    # a bank that nothing was put into yet
+    assert not evaluate_pairs(net, split, order, state, c, bank).match.any()
+    bank.put(*torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5), c)
+    found = evaluate_pairs(net, split, order, state, c, bank)
+    for b in order:
+        likeness = bank.match(net.image_logits(net.encode_images(b.features)), c)[1]
+        np.testing.assert_allclose(found.match[b.images.numpy()], likeness, rtol=1e-4)
+    assert found.match.std() > 0
 
 
 @pytest.mark.parametrize("pcs", ["share", "counts"])
