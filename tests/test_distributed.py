@@ -1,11 +1,15 @@
 """Many ranks: the numbers of a single one, nothing hangs, and a rank that is lost is named, and survived."""
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from ranks import record, record_groups, run_ranks
 
 # nine pairs a batch: 5 and 4 for two ranks, 3, 2, 2 and 2 for four; 40 pairs leave a last batch of 4
@@ -160,18 +164,40 @@ def test_a_signal_to_one_rank_stops_all_and_others_go_on(single, tmp_path, step)
         check_same(SimpleNamespace(**vars(rank) | {"divisions": []}), SimpleNamespace(**rest))
 
 
-# before which step rank 1 is killed, or rank 0 in which phase, after so many restarts
+# killed, under torchrun
+
+KILLS = [
+    (1, "start", 0),
+    (1, "train A, epoch 1", 9),  # warm-up
+    (0, "divide B, epoch 2", 5),
+    (1, "train B, epoch 3", 9),
+    (0, "validate, epoch 4", 2),
+]
 
 
-def test_killed_ranks_started_again(single, tmp_path):
-    """kill -9 of a rank in warm-up, in training and in a later stage; the ranks are started anew each time."""
-    changes = UNEVEN | dict(checkpoint_minutes=0.0)
-    for rank, step in ((1, 3), (0, 8), (1, 9)):
-        act = dict(rank=rank, step=step, do="SIGKILL")
-        errors = run_ranks(record, 2, tmp_path, changes, None, act)
-        assert errors[rank] == "exit code -9"
-        assert "RankError" in errors[1 - rank]
-    assert run_ranks(record, 2, tmp_path, changes) == ["", ""]
+def torchrun(folder, *arguments, restarts=0, meanwhile=lambda process: None, seconds=300):
+    """Two ranks; exit code and all that was printed. Nothing is left running."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    with (folder / "said.txt").open("w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+        try:
+            meanwhile(process)
+            code = process.wait(seconds)
+        finally:
+            # torchrun ends its ranks, and after 30 s kills them
+            process.terminate()
+            process.wait(60)
+    return code, (folder / "said.txt").read_text()
+
+
+@pytest.mark.parametrize("kills", [KILLS[3:4], pytest.param(KILLS, marks=pytest.mark.slow)], ids=len)
+def test_killed_ranks_are_started_again(single, tmp_path, kills):
+    """kill -9 in every phase: torchrun starts all ranks again, and the run ends with the numbers of one left alone."""
+    code, said = torchrun(tmp_path, ROOT / "tests" / "killed.py", tmp_path, json.dumps(kills), restarts=len(kills))
+    assert code == 0, said[-3000:]
+    assert said.count("failed (exitcode: -9)") == len(kills), said[-3000:]
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records] == [1, 2, 3, 4]
     check_records(records, single.records)
