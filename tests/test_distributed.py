@@ -4,13 +4,19 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from ranks import record, record_groups, run_ranks
+
+from pcsr_fast import distributed
 
 # nine pairs a batch: 5 and 4 for two ranks, 3, 2, 2 and 2 for four; 40 pairs leave a last batch of 4
 UNEVEN = dict(batch_size=9)
@@ -35,6 +41,10 @@ def read(folder, rank):
         lines=json.loads(lines.read_text()),
         records=[json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()],
     )
+
+
+def vary(result, **changes):
+    return SimpleNamespace(**vars(result) | changes)
 
 
 def check_same(found, expected):
@@ -159,12 +169,49 @@ def test_a_signal_to_one_rank_stops_all_and_others_go_on(single, tmp_path, step)
     assert len({len(steps) for steps in begun}) == 1
     resumed = runs(tmp_path, 2, record, UNEVEN)
     assert "resumed from" in resumed[0].lines[0]
-    rest = vars(single) | {"steps": single.steps[len(begun[0]) :], "divisions": []}
     for rank in resumed:
-        check_same(SimpleNamespace(**vars(rank) | {"divisions": []}), SimpleNamespace(**rest))
+        check_same(vary(rank, divisions=[]), vary(single, steps=single.steps[len(begun[0]) :], divisions=[]))
 
 
-# killed, under torchrun
+# killed
+
+
+def test_killed_and_started_again(single, tmp_path):
+    """The quick one: started again by the test itself."""
+    changes = UNEVEN | dict(checkpoint_minutes=0.0)
+    errors = run_ranks(record, 2, tmp_path, changes, None, dict(rank=1, step=23, do="SIGKILL"))
+    assert errors[1] == "exit code -9"
+    assert "RankError: rank 0 of 2, in train" in errors[0]
+    (found, _) = runs(tmp_path, 2, record, changes)
+    # not from the beginning
+    assert 0 < len(found.steps) < 13
+    check_same(vary(found, divisions=[]), vary(single, steps=single.steps[-len(found.steps) :], divisions=[]))
+
+
+def test_ranks_do_not_meet_those_of_an_earlier_start(monkeypatch):
+    """In a store that still has what ranks that were killed have left there."""
+    monkeypatch.setattr(distributed, "_patience", timedelta(seconds=3))
+    store = dist.HashStore()
+
+    def start(*came):
+        with ThreadPoolExecutor() as pool:
+            return [future.exception() or future.result() for future in [pool.submit(join, r) for r in came]]
+
+    def join(rank):
+        # late, so that the first one finds the one before
+        time.sleep(rank / 2)
+        found = distributed._fresh(store, rank, 2)
+        found.set(str(rank), "here")
+        return found
+
+    first, second, alone = start(0, 1), start(0, 1), start(0)
+    assert str(alone[0]) == "not all ranks came"
+    for found in (first, second):
+        assert found[0].get("1") == found[1].get("0") == b"here"
+    third = start(0, 1)
+    first[0].set("of", "the first")
+    assert not any(found.check(["of"]) for found in (*second, *third))
+
 
 KILLS = [
     (1, "start", 0),
@@ -192,12 +239,12 @@ def torchrun(folder, *arguments, restarts=0, meanwhile=lambda process: None, sec
     return code, (folder / "said.txt").read_text()
 
 
-@pytest.mark.parametrize("kills", [KILLS[3:4], pytest.param(KILLS, marks=pytest.mark.slow)], ids=len)
-def test_killed_ranks_are_started_again(single, tmp_path, kills):
-    """kill -9 in every phase: torchrun starts all ranks again, and the run ends with the numbers of one left alone."""
-    code, said = torchrun(tmp_path, ROOT / "tests" / "killed.py", tmp_path, json.dumps(kills), restarts=len(kills))
+@pytest.mark.slow
+def test_killed_ranks_are_started_again_by_torchrun(single, tmp_path):
+    """kill -9 in every phase, and the run ends with the numbers of one that was left alone."""
+    code, said = torchrun(tmp_path, ROOT / "tests" / "killed.py", tmp_path, json.dumps(KILLS), restarts=len(KILLS))
     assert code == 0, said[-3000:]
-    assert said.count("failed (exitcode: -9)") == len(kills), said[-3000:]
+    assert said.count("failed (exitcode: -9)") == len(KILLS), said[-3000:]
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records] == [1, 2, 3, 4]
     check_records(records, single.records)
