@@ -199,10 +199,12 @@ def test_scale(tmp_path):
     assert scale.bars(big) == []
     big[-1] |= {"seconds": 21.0}
     big[-3] |= {"cpu_seconds": 100.0}
-    big[3] |= {"bytes": 3_300_000 * 61}
-    big[len(rows) + 3] |= {"bytes": 3_300_000 * 61}
+    big[3] |= {"bytes": 100_000 * 61 + 16_000_000}
+    big[len(rows) + 3] |= {"bytes": 3_300_000 * 59 + 16_000_000}
+    big[len(rows) + 4] |= {"bytes": 3_300_000 * 61 + 16_000_000}
     assert scale.bars(big) == [
-        "tally takes 61 bytes a pair at 3,300,000 pairs, the bar is 60",
+        "tally takes 61 bytes a pair at 100,000 pairs, beyond 16 MB and the counts, the bar is 60",
+        "mixture takes 61 bytes a pair at 3,300,000 pairs, beyond 16 MB and the counts, the bar is 60",
         "figures grows 100 times from 100,000 to 3,300,000 pairs",
         "checkpoint read takes 21.0 s at 3,300,000 pairs, the bar is 20 s",
     ]
