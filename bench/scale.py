@@ -246,9 +246,9 @@ def epoch_lines(rows: list[dict]) -> str:
     bounds = " and ".join(f"{costs[name]} on one {name}" for name in GPUS)
     return textwrap.fill(
         f"An epoch of CC3M, {most / 1e6:.1f} million pairs, *computed, not measured*: the similarities of both "
-        f"networks take {costs['2 cores']} on two cores at the rates above, and at least {bounds}, bounds from flops and bytes "
-        f"that no run reaches. Measured beside that: {sum(seconds[stage] for stage in DIVISION):.1f} s of bookkeeping "
-        f"for a division, {seconds['checkpoint write']:.1f} s for a checkpoint. [How](docs/scale.md).",
+        f"networks take {costs['2 cores']} on two cores at the rates above, and at least {bounds}, bounds from "
+        f"flops and bytes that no run reaches. Measured beside that: {sum(seconds[stage] for stage in DIVISION):.1f} s of "
+        f"bookkeeping for a division, {seconds['checkpoint write']:.1f} s for a checkpoint. [How](docs/scale.md).",
         120,
         break_long_words=False,
     )
