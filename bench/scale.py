@@ -244,11 +244,12 @@ def epoch_lines(rows: list[dict]) -> str:
     seconds = {row["stage"]: row["seconds"] for row in rows if row["pairs"] == most}
     costs = {name: epoch for name, (_, _, epoch) in epoch_costs(most).items()}
     bounds = " and ".join(f"{costs[name]} on one {name}" for name in GPUS)
+    division = sum(seconds[stage] for stage in DIVISION)
     return textwrap.fill(
         f"An epoch of CC3M, {most / 1e6:.1f} million pairs, *computed, not measured*: the similarities of both "
         f"networks take {costs['2 cores']} on two cores at the rates above, and at least {bounds}, bounds from "
-        f"flops and bytes that no run reaches. Measured beside that: {sum(seconds[stage] for stage in DIVISION):.1f} s of "
-        f"bookkeeping for a division, {seconds['checkpoint write']:.1f} s for a checkpoint. [How](docs/scale.md).",
+        f"flops and bytes that no run reaches. Measured beside that: {division:.1f} s of bookkeeping for a division, "
+        f"{seconds['checkpoint write']:.1f} s for a checkpoint. [How](docs/scale.md).",
         120,
         break_long_words=False,
     )

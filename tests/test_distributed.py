@@ -248,3 +248,39 @@ def test_killed_ranks_are_started_again_by_torchrun(single, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records] == [1, 2, 3, 4]
     check_records(records, single.records)
+
+
+# what the user sees
+
+COMMAND = """
+import os, sys
+from pcsr_fast import cli, train
+
+def fail(*args):
+    raise {error}
+
+if os.environ["RANK"] in "{ranks}":
+    train.run_step = fail
+sys.exit(cli.main(["train", sys.argv[1], "--preset", "sample", "--data", "sample:20", "--embedding", "16"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "error", "expected"),
+    [
+        ("01", "OSError('disk on fire')", ["disk on fire on rank 0 of 2"]),
+        ("1", "OSError('disk on fire')", ["disk on fire on rank 1 of 2", "rank 0 of 2, in train A, epoch 1: "]),
+        ("1", "os.kill(os.getpid(), 9)", ["rank 0 of 2, in train A, epoch 1: "]),
+    ],
+)
+def test_an_error_is_said_once_and_says_where(tmp_path, ranks, error, expected):
+    (tmp_path / "command.py").write_text(COMMAND.format(ranks=ranks, error=error))
+    code, said = torchrun(tmp_path, tmp_path / "command.py", tmp_path / "run")
+    assert code != 0
+    found = [line.partition("pcsr-fast train: ")[2] for line in said.splitlines() if "pcsr-fast train: " in line]
+    assert len(found) == len(expected), said
+    for line, begin in zip(found, expected, strict=True):
+        assert line.startswith(begin), said
+    # no traceback but torchrun's own
+    assert said.count("Traceback") == said.count("ChildFailedError:"), said
