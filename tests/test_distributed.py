@@ -222,7 +222,7 @@ KILLS = [
 ]
 
 
-def torchrun(folder, *arguments, restarts=0, meanwhile=lambda process: None, seconds=300):
+def torchrun(folder, *arguments, restarts=0, seconds=900):
     """Two ranks; exit code and all that was printed. Nothing is left running."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", *map(str, arguments)]
@@ -230,12 +230,11 @@ def torchrun(folder, *arguments, restarts=0, meanwhile=lambda process: None, sec
     with (folder / "said.txt").open("w") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
         try:
-            meanwhile(process)
             code = process.wait(seconds)
         finally:
             # torchrun ends its ranks, and after 30 s kills them
             process.terminate()
-            process.wait(60)
+            process.wait(120)
     return code, (folder / "said.txt").read_text()
 
 
