@@ -1,15 +1,18 @@
 """The command `pcsr-fast`: one function per subcommand; a mistake prints one line and ends with 2.
 
 Exit codes: 0 done; 1 a bug, with a traceback; 2 a mistake in options, files or data, in one line on stderr;
-3 training cannot go on, because losses are not finite; 130 stopped by Ctrl-C or SIGTERM, with the run saved.
+3 training cannot go on, because losses are not finite or another rank is gone; 130 stopped by Ctrl-C or SIGTERM, with
+the run saved.
 """
 
 import argparse
 import dataclasses
 import inspect
 import json
+import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -439,18 +442,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _failed(options, error, code)
     except KeyboardInterrupt as error:
-        return _failed(options, str(error) or "stopped", 130)
+        return _failed(options, error, 130)
 
 
 def _code_of(error: RuntimeError) -> int | None:
     """Of what is known to go wrong at run time; anything else is a bug."""
+    from pcsr_fast.distributed import RankError
     from pcsr_fast.train import TrainingError
 
-    if isinstance(error, TrainingError):
+    if isinstance(error, TrainingError | RankError):
         return 3
     return 2 if str(error).startswith("backend ") else None
 
 
-def _failed(options: argparse.Namespace, message: object, code: int) -> int:
-    print(f"pcsr-fast {options.command}: {' '.join(str(message).split())}", file=sys.stderr)
+def _failed(options: argparse.Namespace, error: BaseException, code: int) -> int:
+    message = " ".join([str(error) or ("stopped" if code == 130 else repr(error)), *getattr(error, "__notes__", [])])
+    if os.environ.get("RANK", "0") != "0":
+        # what all ranks have to say is said once: torchrun ends this one when it sees that rank 0 has ended
+        time.sleep(10)
+    print(f"pcsr-fast {options.command}: {' '.join(message.split())}", file=sys.stderr)
     return code

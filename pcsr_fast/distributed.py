@@ -5,8 +5,10 @@ gathered, and every rank computes the loss of the whole batch from the same numb
 has x, a rank's gradients are its share of a sum, and adding them over ranks gives those of a single process.
 """
 
+import hashlib
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,10 +41,39 @@ def start(device: str, minutes: float) -> torch.device:
         wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(wanted)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_patience)
+        with _waiting("joining"):
+            store, own, ranks = next(dist.rendezvous("env://", timeout=_patience))
+            store.set_timeout(_patience)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout=_patience,
+                store=_fresh(store, own, ranks),
+                rank=own,
+                world_size=ranks,
+            )
     _control = dist.new_group(backend="gloo", timeout=_patience)
     phase("start")
     return wanted
+
+
+def _fresh(store: dist.Store, own: int, ranks: int) -> dist.Store:
+    """A part of the store that these very processes share.
+
+    torchrun keeps one store over restarts. Under fixed names a rank finds where those stood that were killed, and
+    waits for them; restarts are counted by each machine for itself, so the count is no name either. So every process
+    draws a name, and they share the part that all of them have named after the same processes.
+    """
+    store.set(f"pcsr_fast/{own}", uuid.uuid4().hex)
+    seen, end = set(), time.monotonic() + _patience.total_seconds()
+    while time.monotonic() < end:
+        named = store.multi_get([f"pcsr_fast/{r}" for r in range(ranks)])
+        name = hashlib.sha256(b"".join(named)).hexdigest()
+        # a name with one that was killed is never named by all
+        if store.add(name, int(name not in seen)) == ranks:
+            return dist.PrefixStore(name, store)
+        seen.add(name)
+        time.sleep(0.1)
+    raise RuntimeError("not all ranks came")
 
 
 def finish() -> None:
@@ -75,8 +106,10 @@ def _waiting(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # while joining, only the environment knows
+        own, ranks = (rank(), size()) if _control else (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
         raise RankError(
-            f"rank {rank()} of {size()}, in {_phase}: {what} failed after {time.monotonic() - began:.0f} s of at most "
+            f"rank {own} of {ranks}, in {_phase}: {what} failed after {time.monotonic() - began:.0f} s of at most "
             f"{_patience.total_seconds():.0f} s (wait_minutes); another rank hangs or has ended, see its own error: "
             f"{str(error).splitlines()[0]}"
         ) from error

@@ -18,8 +18,10 @@ from pcsr_fast.ops import TallyState, label_similarity, tally, triplet
 from pcsr_fast.rematch import Bank
 
 CLEAN, REFINABLE, AMBIGUOUS = range(3)
-# losses that the mixture is fitted to and applied to at a time: scikit-learn takes 130 bytes for each
-AT_ONCE = 1_000_000
+# up to so many losses the mixture is fitted to all, 78 MB in scikit-learn: MS-COCO has 566,435
+FITTED = 600_000
+# of more, to a part of them that has at most so many; and it is applied to so many at a time
+AT_ONCE = 200_000
 
 
 class Evaluation(NamedTuple):
@@ -143,7 +145,7 @@ def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Ten
 def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N], [2, 3]
     """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses.
 
-    Of more than a million losses every second, third, ... is fitted to, as many as make at most a million.
+    Of more than FITTED losses it is fitted to every nth, AT_ONCE at most.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.mixture import GaussianMixture
@@ -163,11 +165,12 @@ def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N],
     def scaled(some: np.ndarray) -> np.ndarray:
         return ((some - low) / (high - low)).astype(np.float64)[:, None]
 
+    every = 1 if len(losses) <= FITTED else -(-len(losses) // AT_ONCE)
     model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0)
     with warnings.catch_warnings():
         # ten rounds are the definition, whether they suffice or not
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(scaled(losses[:: -(-len(losses) // AT_ONCE)]))
+        model.fit(scaled(losses[::every]))
     order = np.argsort(model.means_[:, 0])
     components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0, 0])], 1)[order]
     posterior = np.empty(len(losses), np.float32)

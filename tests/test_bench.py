@@ -3,11 +3,13 @@
 import csv
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from bench import __main__ as entry
 from bench import baselines, measure, report, scale, step
@@ -199,10 +201,12 @@ def test_scale(tmp_path):
     assert scale.bars(big) == []
     big[-1] |= {"seconds": 21.0}
     big[-3] |= {"cpu_seconds": 100.0}
-    big[3] |= {"bytes": 3_300_000 * 61}
-    big[len(rows) + 3] |= {"bytes": 3_300_000 * 61}
+    big[3] |= {"bytes": 100_000 * 61 + 16_000_000}
+    big[len(rows) + 3] |= {"bytes": 3_300_000 * 59 + 16_000_000}
+    big[len(rows) + 4] |= {"bytes": 3_300_000 * 61 + 16_000_000}
     assert scale.bars(big) == [
-        "tally takes 61 bytes a pair at 3,300,000 pairs, the bar is 60",
+        "tally takes 61 bytes a pair at 100,000 pairs, beyond 16 MB and the counts, the bar is 60",
+        "mixture takes 61 bytes a pair at 3,300,000 pairs, beyond 16 MB and the counts, the bar is 60",
         "figures grows 100 times from 100,000 to 3,300,000 pairs",
         "checkpoint read takes 21.0 s at 3,300,000 pairs, the bar is 20 s",
     ]
@@ -212,7 +216,19 @@ def test_scale(tmp_path):
 
 
 def test_epoch_cost_is_arithmetic():
-    """A measured step of 2.7 s and a pass's batch of 2.3 s, 25,782 of each, twice."""
-    line = next(line for line in scale.epoch_cost().splitlines() if line.startswith("| 2 cores"))
-    scores, step = (float(cell.strip(" ms").replace(",", "")) / 1e3 for cell in line.split("|")[2:4])
-    assert float(line.split("|")[4].strip(" h")) == pytest.approx(2 * 25_782 * (scores + step) / 3600, abs=0.6)
+    """25,782 batches, once with each network; on a GPU what takes longer, flops or bytes."""
+    costs = scale.epoch_costs()
+    scores, step, epoch = costs["2 cores"]
+    assert float(epoch.removesuffix(" h")) == pytest.approx(2 * 25_782 * (scores + step) / 3600, abs=0.6)
+    scores, step, epoch = costs["H100 SXM"]
+    assert float(epoch.removesuffix(" min")) == pytest.approx(2 * 25_782 * (scores + step) / 60, abs=0.06)
+
+
+def test_pages_say_what_was_measured(tmp_path):
+    """README and docs/scale.md are what `bench scale --pages` makes of the results."""
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/scale.md"):
+        shutil.copyfile(ROOT / page, tmp_path / page)
+    scale.write_pages(scale.read_rows(), tmp_path)
+    for page in ("README.md", "docs/scale.md"):
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{page}: run python -m bench scale --pages"

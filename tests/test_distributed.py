@@ -1,12 +1,22 @@
 """Many ranks: the numbers of a single one, nothing hangs, and a rank that is lost is named, and survived."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import ROOT
 from ranks import record, record_groups, run_ranks
+
+from pcsr_fast import distributed
 
 # nine pairs a batch: 5 and 4 for two ranks, 3, 2, 2 and 2 for four; 40 pairs leave a last batch of 4
 UNEVEN = dict(batch_size=9)
@@ -31,6 +41,10 @@ def read(folder, rank):
         lines=json.loads(lines.read_text()),
         records=[json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()],
     )
+
+
+def vary(result, **changes):
+    return SimpleNamespace(**vars(result) | changes)
 
 
 def check_same(found, expected):
@@ -155,23 +169,117 @@ def test_a_signal_to_one_rank_stops_all_and_others_go_on(single, tmp_path, step)
     assert len({len(steps) for steps in begun}) == 1
     resumed = runs(tmp_path, 2, record, UNEVEN)
     assert "resumed from" in resumed[0].lines[0]
-    rest = vars(single) | {"steps": single.steps[len(begun[0]) :], "divisions": []}
     for rank in resumed:
-        check_same(SimpleNamespace(**vars(rank) | {"divisions": []}), SimpleNamespace(**rest))
+        check_same(vary(rank, divisions=[]), vary(single, steps=single.steps[len(begun[0]) :], divisions=[]))
 
 
-# before which step rank 1 is killed, or rank 0 in which phase, after so many restarts
+# killed
 
 
-def test_killed_ranks_started_again(single, tmp_path):
-    """kill -9 of a rank in warm-up, in training and in a later stage; the ranks are started anew each time."""
+def test_killed_and_started_again(single, tmp_path):
+    """The quick one: started again by the test itself."""
     changes = UNEVEN | dict(checkpoint_minutes=0.0)
-    for rank, step in ((1, 3), (0, 8), (1, 9)):
-        act = dict(rank=rank, step=step, do="SIGKILL")
-        errors = run_ranks(record, 2, tmp_path, changes, None, act)
-        assert errors[rank] == "exit code -9"
-        assert "RankError" in errors[1 - rank]
-    assert run_ranks(record, 2, tmp_path, changes) == ["", ""]
+    errors = run_ranks(record, 2, tmp_path, changes, None, dict(rank=1, step=23, do="SIGKILL"))
+    assert errors[1] == "exit code -9"
+    assert "RankError: rank 0 of 2, in train" in errors[0]
+    (found, _) = runs(tmp_path, 2, record, changes)
+    # not from the beginning
+    assert 0 < len(found.steps) < 13
+    check_same(vary(found, divisions=[]), vary(single, steps=single.steps[-len(found.steps) :], divisions=[]))
+
+
+def test_ranks_do_not_meet_those_of_an_earlier_start(monkeypatch):
+    """In a store that still has what ranks that were killed have left there."""
+    monkeypatch.setattr(distributed, "_patience", timedelta(seconds=3))
+    store = dist.HashStore()
+
+    def start(*came):
+        with ThreadPoolExecutor() as pool:
+            return [future.exception() or future.result() for future in [pool.submit(join, r) for r in came]]
+
+    def join(rank):
+        # late, so that the first one finds the one before
+        time.sleep(rank / 2)
+        found = distributed._fresh(store, rank, 2)
+        found.set(str(rank), "here")
+        return found
+
+    first, second, alone = start(0, 1), start(0, 1), start(0)
+    assert str(alone[0]) == "not all ranks came"
+    for found in (first, second):
+        assert found[0].get("1") == found[1].get("0") == b"here"
+    third = start(0, 1)
+    first[0].set("of", "the first")
+    assert not any(found.check(["of"]) for found in (*second, *third))
+
+
+KILLS = [
+    (1, "start", 0),
+    (1, "train A, epoch 1", 9),  # warm-up
+    (0, "divide B, epoch 2", 5),
+    (1, "train B, epoch 3", 9),
+    (0, "validate, epoch 4", 2),
+]
+
+
+def torchrun(folder, *arguments, restarts=0, seconds=900):
+    """Two ranks; exit code and all that was printed. Nothing is left running."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    with (folder / "said.txt").open("w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+        try:
+            code = process.wait(seconds)
+        finally:
+            # torchrun ends its ranks, and after 30 s kills them
+            process.terminate()
+            process.wait(120)
+    return code, (folder / "said.txt").read_text()
+
+
+@pytest.mark.slow
+def test_killed_ranks_are_started_again_by_torchrun(single, tmp_path):
+    """kill -9 in every phase, and the run ends with the numbers of one that was left alone."""
+    code, said = torchrun(tmp_path, ROOT / "tests" / "killed.py", tmp_path, json.dumps(KILLS), restarts=len(KILLS))
+    assert code == 0, said[-3000:]
+    assert said.count("failed (exitcode: -9)") == len(KILLS), said[-3000:]
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records] == [1, 2, 3, 4]
     check_records(records, single.records)
+
+
+# what the user sees
+
+COMMAND = """
+import os, sys
+from pcsr_fast import cli, train
+
+def fail(*args):
+    raise {error}
+
+if os.environ["RANK"] in "{ranks}":
+    train.run_step = fail
+sys.exit(cli.main(["train", sys.argv[1], "--preset", "sample", "--data", "sample:20", "--embedding", "16"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "error", "expected"),
+    [
+        ("01", "OSError('disk on fire')", ["disk on fire on rank 0 of 2"]),
+        ("1", "OSError('disk on fire')", ["disk on fire on rank 1 of 2", "rank 0 of 2, in train A, epoch 1: "]),
+        ("1", "os.kill(os.getpid(), 9)", ["rank 0 of 2, in train A, epoch 1: "]),
+    ],
+)
+def test_an_error_is_said_once_and_says_where(tmp_path, ranks, error, expected):
+    (tmp_path / "command.py").write_text(COMMAND.format(ranks=ranks, error=error))
+    code, said = torchrun(tmp_path, tmp_path / "command.py", tmp_path / "run")
+    assert code != 0
+    found = [line.partition("pcsr-fast train: ")[2] for line in said.splitlines() if "pcsr-fast train: " in line]
+    assert len(found) == len(expected), said
+    for line, begin in zip(found, expected, strict=True):
+        assert line.startswith(begin), said
+    # no traceback but torchrun's own
+    assert said.count("Traceback") == said.count("ChildFailedError:"), said

@@ -55,13 +55,19 @@ def test_mixture_of_two_clusters():
 
 
 def test_mixture_of_many(monkeypatch):
-    """Fitted to a part and applied piece by piece, it says nearly the same."""
+    """Applied piece by piece it says the same; fitted to a part, nearly."""
     rng = np.random.default_rng(0)
     losses = np.concatenate([rng.normal(0.1, 0.03, 3000), rng.normal(0.3, 0.06, 2001)]).astype(np.float32)
     rng.shuffle(losses)
     expected, components = mixture(losses)
+    monkeypatch.setattr("pcsr_fast.division.FITTED", 5001)
     monkeypatch.setattr("pcsr_fast.division.AT_ONCE", 2000)
     posterior, found = mixture(losses)
+    np.testing.assert_array_equal(found, components)
+    np.testing.assert_allclose(posterior, expected, atol=1e-6)
+    monkeypatch.setattr("pcsr_fast.division.FITTED", 5000)
+    posterior, found = mixture(losses)
+    assert not np.array_equal(found, components)
     np.testing.assert_allclose(found, components, atol=0.02)
     assert np.abs(posterior - expected).mean() < 0.02
     assert (posterior > 0).all()

@@ -180,9 +180,13 @@ def test_second_split_takes_the_vocabulary(tars, rows, tmp_path):
 
 # a fresh process without threads, so that it may fork; each child is killed at its n-th call of any function
 KILLS = """
-import os, random, signal, sys
+import os, random, signal, sys, threading
+from tqdm import tqdm
 from pcsr_fast.data import store
 os.fsync = lambda handle: None
+# tqdm's own is a semaphore that forked processes share: a child killed while it has it would stop all others for ever
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 
 def prepare(out, n=None):
     count = 0
