@@ -22,6 +22,7 @@ CLEAN, REFINABLE, AMBIGUOUS = range(3)
 FITTED = 600_000
 # of more, to a part of them that has at most so many; and it is applied to so many at a time
 AT_ONCE = 200_000
+REGULARISED = 5e-4  # added to variances
 
 
 class Evaluation(NamedTuple):
@@ -143,13 +144,7 @@ def _pair_losses(network, images, captions, batch: Batch, config: Config) -> Ten
 
 
 def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N], [2, 3]
-    """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses.
-
-    Of more than FITTED losses it is fitted to every nth, AT_ONCE at most.
-    """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.mixture import GaussianMixture
-
+    """Posterior of the component with the smaller mean; weight, mean and deviation of both, on the scaled losses."""
     if not np.isfinite(losses).all():
         bad = np.flatnonzero(~np.isfinite(losses))
         raise ValueError(
@@ -161,34 +156,71 @@ def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N],
             f"all {len(losses)} pairs have the same loss {low:.6g}: training collapsed, nothing tells pairs apart; "
             "train longer before the division (warmup_steps) or with negatives_ramp"
         )
+    model, posterior = _fitted([losses], random_state=0)
+    order = np.argsort(model.means_[:, 0])
+    components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0])], 1)[order]
+    return posterior(order[0]), components
 
-    def scaled(some: np.ndarray) -> np.ndarray:
-        return ((some - low) / (high - low)).astype(np.float64)[:, None]
 
-    every = 1 if len(losses) <= FITTED else -(-len(losses) // AT_ONCE)
-    model = GaussianMixture(2, max_iter=10, tol=1e-2, reg_covar=5e-4, random_state=0)
+def mixture_with(likeness: np.ndarray, losses: np.ndarray, belief: np.ndarray) -> np.ndarray:  # [N], [N], [N] -> [N]
+    """Posterior of the clean component of losses and 1 - S_p together, fitted from where that of the losses stands.
+
+    The two are independent within a component. An S_p that does not tell pairs apart has the same mean in both, and no
+    say; half of the say for each would halve the clean pairs when predictions are poor.
+    """
+    columns, start = [losses, 1 - likeness], {"weights_init": [], "means_init": [], "precisions_init": []}
+    for weight in (belief, 1 - belief):
+        share = weight.mean(dtype=np.float64) + 1e-9
+        scaled = [(x - x.min()) / np.ptp(x) for x in columns]
+        means = np.array([np.dot(x, weight) / len(x) / share for x in scaled])
+        squares = np.array([np.dot(x * x, weight) / len(x) / share for x in scaled])
+        start["weights_init"].append(share)
+        start["means_init"].append(means)
+        start["precisions_init"].append(1 / (np.maximum(squares - means**2, 0) + REGULARISED))
+    start["weights_init"] = np.array(start["weights_init"]) / sum(start["weights_init"])
+    return _fitted(columns, **start)[1](0)
+
+
+def _fitted(columns: list[np.ndarray], **start):
+    """A mixture of two Gaussians of the scaled columns, and what gives the posterior of one of them.
+
+    Of more than FITTED pairs it is fitted to every nth, AT_ONCE at most.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.mixture import GaussianMixture
+
+    ranges, pairs = [(x.min(), np.ptp(x)) for x in columns], len(columns[0])
+
+    def scaled(rows: slice) -> np.ndarray:
+        found = [(x[rows] - low) / width for x, (low, width) in zip(columns, ranges, strict=True)]
+        return np.stack(found, 1).astype(np.float64)
+
+    every = 1 if pairs <= FITTED else -(-pairs // AT_ONCE)
+    model = GaussianMixture(2, covariance_type="diag", max_iter=10, tol=1e-2, reg_covar=REGULARISED, **start)
     with warnings.catch_warnings():
         # ten rounds are the definition, whether they suffice or not
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(scaled(losses[::every]))
-    order = np.argsort(model.means_[:, 0])
-    components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0, 0])], 1)[order]
-    posterior = np.empty(len(losses), np.float32)
-    for start in range(0, len(losses), AT_ONCE):
-        rows = slice(start, start + AT_ONCE)
-        posterior[rows] = model.predict_proba(scaled(losses[rows]))[:, order[0]]
-    return posterior, components
+        model.fit(scaled(slice(None, None, every)))
+
+    def posterior(component: int) -> np.ndarray:  # [N]
+        found = np.empty(pairs, np.float32)
+        for begin in range(0, pairs, AT_ONCE):
+            rows = slice(begin, begin + AT_ONCE)
+            found[rows] = model.predict_proba(scaled(rows))[:, component]
+        return found
+
+    return model, posterior
 
 
 def clean_posterior(found: Evaluation, epoch: int, config: Config) -> tuple[np.ndarray, np.ndarray]:  # [N], [2, 3]
     """Belief that a pair is clean, and the mixture of losses.
 
-    Where image and caption predict the same pseudo-labels, they match: once the classifier was trained, which begins
-    in the first epoch, a mixture of 1 - S_p has half of the say.
+    Where image and caption predict the same pseudo-labels, they match: evidence beside the loss, once the classifier
+    was trained, which begins in the first epoch.
     """
     posterior, components = mixture(found.losses)
     if config.evidence == "both" and config.method == "pcsr" and epoch > 1 and np.ptp(found.likeness) > 0.01:
-        posterior = (posterior + mixture(1 - found.likeness)[0]) / 2
+        posterior = mixture_with(found.likeness, found.losses, posterior)
     return posterior, components
 
 

@@ -323,15 +323,16 @@ def decide(
     state: State, found: list[Evaluation], split: Split, epoch: int, config: Config
 ) -> list[dict[str, np.ndarray]]:
     """The division of each network, and its figures; returns what they say of every pair."""
-    beliefs, mixtures = zip(*(clean_posterior(x, epoch, config) for x in found), strict=True)
-    matches = [x.match for x in found]
+    judges = found
     if config.judges == "both":
-        beliefs, matches = ([sum(x) / len(x)] * len(x) for x in (beliefs, matches))
+        mean = {name: sum(getattr(x, name) for x in found) / len(found) for name in ("losses", "likeness", "match")}
+        judges = [found[0]._replace(**mean)] * len(found)
     told = []
-    for k, (own, posterior, match, components) in enumerate(zip(found, beliefs, matches, mixtures, strict=True)):
+    for k, (own, judge) in enumerate(zip(found, judges, strict=True)):
+        posterior, components = clean_posterior(judge, epoch, config)
         pcs = pair_pcs(state.tallies[k], split, state.observations, config)
         before = state.divisions[k].tau if state.divisions[k] else None
-        score = refinability(pcs, match[split.image_of], config)
+        score = refinability(pcs, judge.match[split.image_of], config)
         division = divide(posterior, score, before, epoch, config)
         state.divisions[k] = division
         state.figures[k] = health(own, division, split, config) | {
@@ -341,7 +342,7 @@ def decide(
             "utilisation": division.utilisation,
             "target": target_utilisation(epoch, config),
             "pcs_mean": float(pcs.mean()),
-            **distributions(own.losses, pcs, components, split.image_of != split.true_image),
+            **distributions(judge.losses, pcs, components, split.image_of != split.true_image),
         }
         told.append({"loss": own.losses, "posterior": posterior, "pcs": pcs, "subset": division.subset})
     return told

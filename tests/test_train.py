@@ -489,18 +489,15 @@ def test_both_networks_judge():
     config = tiny.config(judges="other")
     split = tiny.split()
     labels, none = np.zeros(60, np.int32), np.zeros(60, np.float32)
-    found = [
-        Evaluation(
-            np.where(rng.random(60) < 0.5, 0.1, 0.6).astype(np.float32), labels[:12], labels, none, none[:12], 0, 0
-        )
-        for _ in range(2)
-    ]
+    losses = np.where(rng.random((2, 60)) < 0.5, 0.1, 0.6).astype(np.float32)
+    found = [Evaluation(x, labels[:12], labels, none, none[:12], 0, 0) for x in losses]
     own = [mixture(x.losses)[0] for x in found]
     state = new_state(config, split, tiny.WORDS, "cpu")
     told = module.decide(state, found, split, 1, config)
     assert all(np.array_equal(d.posterior, x) for d, x in zip(state.divisions, own, strict=True))
     module.decide(state, found, split, 1, replace(config, judges="both"))
-    assert all(np.allclose(d.posterior, (own[0] + own[1]) / 2) for d in state.divisions)
+    together = mixture(losses.mean(0))[0]
+    assert all(np.allclose(d.posterior, together) for d in state.divisions)
     # the other's word counts: the two do not agree on all
     assert (told[0]["subset"] != told[1]["subset"]).any()
     assert (state.divisions[0].subset != told[0]["subset"]).any()
