@@ -90,7 +90,7 @@ def record(folder: Path, changes: dict, broken: int | None = None, act: dict | N
     in_float64()
     rank = int(os.environ["RANK"])
     steps, divisions = [], []
-    real_step, real_divide = module.run_step, module.divide_both
+    real_step, real_divide, real_optimizer = module.run_step, module.divide_both, module.new_optimizer
 
     def step(state, subset, config, *args):
         if act and rank == act["rank"] and len(steps) == act["step"]:
@@ -109,7 +109,14 @@ def record(folder: Path, changes: dict, broken: int | None = None, act: dict | N
         divisions.extend((d.posterior.copy(), d.subset.copy(), d.tau, d.utilisation) for d in state.divisions)
         return told
 
-    module.run_step, module.divide_both = step, divide
+    def optimizer(*args):
+        made = real_optimizer(*args)
+        for group in made.param_groups:
+            # Adam divides a gradient by itself: one of 1e-8 would make much of rounding
+            group["eps"] = 1e-3
+        return made
+
+    module.run_step, module.divide_both, module.new_optimizer = step, divide, optimizer
     # after a few epochs all images would be as consistent
     module.pair_pcs = lambda state, split, *_: np.random.default_rng(int(state.counts.sum())).random(len(split))
     split = split_of(40, 0.4)
