@@ -16,6 +16,7 @@ from tqdm import tqdm
 from pcsr_fast.config import SUBSETS
 from pcsr_fast.data.files import write_whole
 from pcsr_fast.data.split import Split
+from pcsr_fast.rematch import unit_predictions
 from pcsr_fast.run import Run
 from pcsr_fast.search import caption_text, pair_scores, pieces_of_images
 
@@ -81,9 +82,7 @@ class Suggestions:
         for _, features in pieces_of_images(self.split, images, what):
             for network, part in zip(networks, parts, strict=True):
                 logits = network.image_logits(network.encode_images(features.to(device)))
-                part.append(
-                    torch.nn.functional.normalize((logits / self.run.config.likeness_temperature).softmax(1), dim=1)
-                )
+                part.append(unit_predictions(logits, self.run.config))
         return [torch.cat(part) for part in parts]
 
 
