@@ -1,7 +1,7 @@
 """The whole training, read top to bottom: warm-up, division, three stages, validation, checkpoints.
 
-Two networks, A and B, take turns: each is trained on the division that the other has made; which pairs are clean is said
-by both. Everything random is a function of the seed and of the place in the schedule, so a run that is resumed goes on
+Two networks, A and B, take turns: each is trained on the division that the other has made; which pairs are clean, both
+say. Everything random is a function of the seed and of the place in the schedule, so a run that is resumed goes on
 as if it had not stopped.
 """
 
