@@ -10,11 +10,13 @@ import pcsr_fast as pf
 def main(folder: Path, data: str = "sample", **changes) -> Path:
     """Trains both, prints their recalls on test, and returns the report; settings are those of the preset."""
     began = time.monotonic()
-    runs = {}
+    data, runs = pf.Dataset(data, noise=0.4), {}
+    print("\nwarm-up of both: all pairs alike, with the mean of all negatives")
+    pf.fit(pf.settings("sample", method="sgr", **changes | {"epochs": 0}), data, folder / "warm-up")
     for method in ("sgr", "pcsr"):
         print(f"\n{method}: {'all pairs alike' if method == 'sgr' else 'clean, refinable and ambiguous pairs'}")
         config = pf.settings("sample", method=method, **changes)
-        runs[method] = pf.fit(config, pf.Dataset(data, noise=0.4), folder / method)
+        runs[method] = pf.fit(config, data, folder / method, warmed=folder / "warm-up")
     names = [f"{side}_r{k}" for side in ("i2t", "t2i") for k in (1, 5, 10)]
     print("\ntest set, 40 % of the training pairs mismatched" + 8 * " " + "in percent; rsum is their sum")
     print(f"{'':8}" + "".join(f"{name.replace('_r', ' R@'):>10}" for name in names) + f"{'rsum':>10}")

@@ -20,11 +20,12 @@ import numpy as np
 
 from bench.measure import RESULTS
 from pcsr_fast.config import PRINTED, Config
+from pcsr_fast.presets import PRESETS
 
 # short: an epoch of each stage, and on the sample set one more
 SCHEDULE = dict(batch_size=32, warmup_steps=0, refinable_from=2, ambiguous_from=3, device="cpu")
 SETTINGS = {
-    "sample": dict(embedding=128, similarity=32, learning_rate=5e-4, warmup_epochs=6, epochs=4, target_epochs=4),
+    "sample": PRESETS["sample"],
     "folder": dict(embedding=256, similarity=64, learning_rate=5e-4, warmup_epochs=3, epochs=3, target_epochs=3),
 }
 DEV_IMAGES, TEST_IMAGES = 300, 500  # of a folder

@@ -15,9 +15,8 @@ PRESETS: dict[str, dict] = {
     "now100k": PAPER,
     # small enough for two trainings while one waits
     "sample": dict(
-        embedding=64, similarity=32, word_embedding=32, classes=32, classifier_hidden=64, batch_size=64,
-        learning_rate=2e-3, warmup_epochs=4, warmup_steps=0, epochs=4, refinable_from=2, ambiguous_from=3,
-        target_epochs=4, negatives_ramp=True,
+        embedding=128, similarity=32, batch_size=32, learning_rate=5e-4, warmup_epochs=6, warmup_steps=0, epochs=4,
+        refinable_from=2, ambiguous_from=3, target_epochs=4,
     ),
 }  # fmt: skip
 

@@ -138,8 +138,11 @@ def fit(
     resume: str = "auto",
     report: Callable[[str], None] = print,
     tensorboard: bool = False,
+    warmed: Path | str | None = None,
 ) -> Run:
     """Trains on a data set and returns the run; what train() does, with all that is needed to open the folder again.
+
+    `warmed` is a run with epochs=0, warm-up alone, of the same settings: this one goes on from its end.
 
     >>> import tempfile
     >>> from pcsr_fast.presets import settings
@@ -171,7 +174,7 @@ def fit(
     # a folder with another run in it is refused by train, and then keeps its own
     if not (folder / "last.pt").exists():
         describe()
-    train(config, train_split, dev_split, len(vocabulary), folder, resume, report, on_epoch=write)
+    train(config, train_split, dev_split, len(vocabulary), folder, resume, report, warmed, write)
     describe()
     return open_run(folder)
 
