@@ -168,16 +168,13 @@ def mixture_with(likeness: np.ndarray, losses: np.ndarray, belief: np.ndarray) -
     The two are independent within a component. An S_p that does not tell pairs apart has the same mean in both, and no
     say; half of the say for each would halve the clean pairs when predictions are poor.
     """
-    columns, start = [losses, 1 - likeness], {"weights_init": [], "means_init": [], "precisions_init": []}
-    for weight in (belief, 1 - belief):
-        share = weight.mean(dtype=np.float64) + 1e-9
-        scaled = [(x - x.min()) / np.ptp(x) for x in columns]
-        means = np.array([np.dot(x, weight) / len(x) / share for x in scaled])
-        squares = np.array([np.dot(x * x, weight) / len(x) / share for x in scaled])
-        start["weights_init"].append(share)
-        start["means_init"].append(means)
-        start["precisions_init"].append(1 / (np.maximum(squares - means**2, 0) + REGULARISED))
-    start["weights_init"] = np.array(start["weights_init"]) / sum(start["weights_init"])
+    columns = [losses, 1 - likeness]
+    scaled = np.stack([(x - x.min()) / np.ptp(x) for x in columns], 1)
+    weights = np.stack([belief, 1 - belief])
+    share = weights.mean(1, dtype=np.float64)[:, None] + 1e-9
+    means, squares = (weights @ x / len(x) / share for x in (scaled, scaled**2))
+    variances = np.maximum(squares - means**2, 0) + REGULARISED
+    start = dict(weights_init=share[:, 0] / share.sum(), means_init=means, precisions_init=1 / variances)
     return _fitted(columns, **start)[1](0)
 
 
