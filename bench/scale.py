@@ -30,7 +30,7 @@ from pcsr_fast import checkpoint, train
 from pcsr_fast.config import Config
 from pcsr_fast.data import store
 from pcsr_fast.data.loader import batches
-from pcsr_fast.division import Division, Evaluation, divide, health, mixture, pair_pcs
+from pcsr_fast.division import Division, Evaluation, clean_posterior, divide, health, mixture, pair_pcs
 from pcsr_fast.ops import tally
 
 SIZES = (10_000, 100_000, 1_000_000, 3_300_000)
@@ -127,8 +127,10 @@ def measure(folder: Path, repeats: int) -> list[dict]:
 
     clean = rng.random(pairs) < 0.7
     losses = np.where(clean, rng.normal(0.1, 0.03, pairs), rng.normal(0.3, 0.06, pairs)).astype(np.float32)
-    stage("mixture", lambda: mixture(losses))
-    posterior = mixture(losses)[0]
+    codes, likeness = labels.numpy().astype(np.int32), (1 - 2 * losses).clip(0, 1)
+    found = Evaluation(losses, codes, codes, likeness, likeness, 0.0, 0.0)
+    stage("mixture", lambda: clean_posterior(found, EPOCH, config))
+    posterior = clean_posterior(found, EPOCH, config)[0]
 
     def subsets() -> Division:
         found = divide(posterior, pair_pcs(state.tallies[0], split, 3, config), 0.4, EPOCH, config)
@@ -138,9 +140,6 @@ def measure(folder: Path, repeats: int) -> list[dict]:
 
     stage("threshold and subsets", subsets)
     division = subsets()
-    found = Evaluation(
-        losses, labels.numpy().astype(np.int32), labels.numpy().astype(np.int32), losses, losses, 0.0, 0.0
-    )
     stage("figures", lambda: health(found, division, split, config))
 
     state.divisions = [division, subsets()]

@@ -327,10 +327,11 @@ def decide(
     judges = found
     if config.judges == "both":
         mean = {name: sum(getattr(x, name) for x in found) / len(found) for name in ("losses", "likeness", "match")}
-        judges = [found[0]._replace(**mean)] * len(found)
+        judges = [found[0]._replace(**mean)]
+    beliefs = [clean_posterior(judge, epoch, config) for judge in judges]
     told = []
-    for k, (own, judge) in enumerate(zip(found, judges, strict=True)):
-        posterior, components = clean_posterior(judge, epoch, config)
+    for k, own in enumerate(found):
+        judge, (posterior, components) = judges[k % len(judges)], beliefs[k % len(judges)]
         pcs = pair_pcs(state.tallies[k], split, state.observations, config)
         before = state.divisions[k].tau if state.divisions[k] else None
         score = refinability(pcs, judge.match[split.image_of], config)
