@@ -99,10 +99,9 @@ def test_division_is_what_the_networks_were_trained_on(folder, run):
         assert sum(record[f"{name}_loss_histogram"]) == sum(record[f"{name}_pcs_histogram"]) == 50
         mismatched = int((run.split("train").image_of != run.split("train").true_image).sum())
         assert sum(record[f"{name}_loss_histogram_mismatched"]) == mismatched
-        assert record[f"{name}_loss_range"] == [
-            float(run.division[f"{name}_loss"].min()),
-            float(run.division[f"{name}_loss"].max()),
-        ]
+        # both networks judge
+        judged = (run.division["A_loss"] + run.division["B_loss"]) / 2
+        assert record[f"{name}_loss_range"] == [float(judged.min()), float(judged.max())]
         weights = [component[0] for component in record[f"{name}_mixture"]]
         assert sum(weights) == pytest.approx(1)
         assert record[f"{name}_mixture"][0][1] == record[f"{name}_mixture_low"]
