@@ -91,27 +91,46 @@ def full_table(machines: dict[str, list[dict[str, str]]]) -> str:
     return "\n".join(lines)
 
 
-def noise_table(results: Path) -> str:
-    """rsum on test by method and noise: mean over seeds, with the range where there are several; no ablations."""
-    lines = []
+def test_rsums(results: Path) -> dict[str, dict[tuple[str, float], list[float]]]:
+    """By data set, then by method and noise, one for each seed; no ablations."""
+    values: dict[str, dict[tuple[str, float], list[float]]] = {}
     for path in sorted(results.glob("noise_*.csv")):
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("test_rsum")]
-        values: dict[str, dict[tuple[str, float], list[float]]] = {}
         for row in rows:
             method = row.get("method") or row.get("variant")
             if method in METHODS:
                 cell = (method, float(row["noise"]))
                 values.setdefault(row["data"], {}).setdefault(cell, []).append(float(row["test_rsum"]))
-        for data, cells in values.items():
-            ratios = sorted({ratio for _, ratio in cells})
-            lines += [f"`{data}`, rsum on test:", "", f"| noise | {' | '.join(f'{100 * r:.0f} %' for r in ratios)} |"]
-            lines.append("| --- |" + " --- |" * len(ratios))
-            for method in METHODS:
-                if any((method, ratio) in cells for ratio in ratios):
-                    lines.append(f"| {method} | {' | '.join(spread(cells.get((method, r), [])) for r in ratios)} |")
-            lines.append("")
+    return values
+
+
+def noise_table(results: Path) -> str:
+    """rsum on test by method and noise: mean over seeds, with the range where there are several."""
+    lines = []
+    for data, cells in test_rsums(results).items():
+        ratios = sorted({ratio for _, ratio in cells})
+        lines += [f"`{data}`, rsum on test:", "", f"| noise | {' | '.join(f'{100 * r:.0f} %' for r in ratios)} |"]
+        lines.append("| --- |" + " --- |" * len(ratios))
+        for method in METHODS:
+            if any((method, ratio) in cells for ratio in ratios):
+                lines.append(f"| {method} | {' | '.join(spread(cells.get((method, r), [])) for r in ratios)} |")
+        lines.append("")
     return "\n".join(lines) or "No experiments are in `bench/results` yet.\n"
+
+
+def won_back_table(results: Path, ratio: float = 0.4) -> str:
+    """What each method wins back of the rsum that noise costs sgr, in means over seeds."""
+    others = [method for method in METHODS if method != "sgr"]
+    lines = [f"| | cost of {100 * ratio:.0f} % noise | {' | '.join(others)} |", "| --- " * (len(others) + 2) + "|"]
+    for data, cells in test_rsums(results).items():
+        if ("sgr", 0.0) not in cells or ("sgr", ratio) not in cells:
+            continue
+        best, worst = (statistics.mean(cells["sgr", r]) for r in (0.0, ratio))
+        found = [statistics.mean(cells[m, ratio]) if (m, ratio) in cells else None for m in others]
+        shares = ["" if x is None else f"{100 * (x - worst) / (best - worst):.0f} %" for x in found]
+        lines.append(f"| {data} | {best - worst:.1f} | {' | '.join(shares)} |")
+    return "\n".join(lines) + "\n"
 
 
 def experiments_table(results: Path) -> str:
@@ -274,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(options.root / "README.md", "noise", noise_table(options.results))
     write(options.root / "docs" / "benchmarks.md", "bench", full_table(machines))
     write(options.root / "docs" / "experiments.md", "experiments", experiments_table(options.results))
+    write(options.root / "docs" / "experiments.md", "won", won_back_table(options.results))
     for path in plots(machines, options.root / "docs" / "figures"):
         print(path)
     return 0

@@ -92,7 +92,9 @@ def pages(tmp_path):
         "before\n<!-- bench -->\nold\n<!-- /bench -->\nbetween\n<!-- noise -->\nold\n<!-- /noise -->\nafter\n"
     )
     (tmp_path / "docs/benchmarks.md").write_text("<!-- bench -->\n<!-- /bench -->\n")
-    (tmp_path / "docs/experiments.md").write_text("<!-- experiments -->\n<!-- /experiments -->\n")
+    (tmp_path / "docs/experiments.md").write_text(
+        "<!-- experiments -->\n<!-- /experiments -->\n<!-- won -->\n<!-- /won -->\n"
+    )
     row = dict.fromkeys(measure.KEY, "a") | FIGURES | {"sizes": "n=1", "torch": "2", "threads": "2"}
     step, scores = (dict(zip(("op", "task", "shape", "baseline"), report.FRONT[k], strict=False)) for k in (0, 2))
     heavy = {"extra_mb": "5", "baseline_extra_mb": "8500", "least_flops": "1e9", "least_bytes": "1e8"}
@@ -131,16 +133,19 @@ def test_report_of_experiments(pages):
         "data,noise,method,seed,best_epoch,dev_rsum,test_rsum\n"
         "sample,0.4,sgr,0,3,300,310.0\nsample,0.4,sgr,1,3,300,320.0\nsample,0.2,sgr,0,3,300,350.04\n"
         "sample,0.4,pcsr,0,3,300,400.0\nsample,0.2,pcsr,0,3,300,\nsample,0.4,K = 32,0,3,300,500\n"
+        "sample,0,sgr,0,3,300,415\n"
     )
     run_report(pages)
     text = (pages / "README.md").read_text()
-    assert "| noise | 20 % | 40 % |" in text
-    assert "| sgr | 350.0 | 315.0 (310 to 320, 2 seeds) |" in text
-    assert "| pcsr |  | 400.0 |" in text
+    assert "| noise | 0 % | 20 % | 40 % |" in text
+    assert "| sgr | 415.0 | 350.0 | 315.0 (310 to 320, 2 seeds) |" in text
+    assert "| pcsr |  |  | 400.0 |" in text
     assert "K = 32" not in text
     every = (pages / "docs/experiments.md").read_text()
     assert "| data | noise | variant | seed | best epoch | dev rsum | test rsum | precision |" in every
     assert "| sample | 0.2 |  | 0 | 3 | 300 | 350.04 |" in every
+    # 415 without noise, 315 with it: 85 of 100 are won back
+    assert "| sample | 100.0 |  |  |  | 85 % |" in every
     assert "noise_sample" not in text.partition("between")[0]
 
 
