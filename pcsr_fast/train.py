@@ -411,16 +411,8 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
                 # a clean step that was not finite leaves nothing to match with
                 if len(other) < 2 or (subset == REFINABLE and not bank.filled):
                     continue
-                if subset == REFINABLE:
-                    run_step(
-                        state, "refinable", config, refinable_loss,
-                        view(other), other, split, bank, weights, epoch, config,
-                    )  # fmt: skip
-                else:
-                    run_step(
-                        state, "ambiguous", config, ambiguous_loss,
-                        view(other), other, split, bank, weights, epoch, config,
-                    )  # fmt: skip
+                loss = refinable_loss if subset == REFINABLE else ambiguous_loss
+                run_step(state, SUBSETS[subset], config, loss, view(other), other, split, bank, weights, epoch, config)
         state.step = batch.position
         yield
 
