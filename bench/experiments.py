@@ -1,6 +1,7 @@
 """`python -m bench experiments`: retrieval under noise; what each part of the method is worth, to a CSV and a table.
 
-Runs are resumable: stopped or killed, the same command goes on. Runs of the same noise and seed share one warm-up.
+Runs are resumable: stopped or killed, the same command goes on. What has a row in the CSV is not run again, on any
+machine; delete the row, and the folder of the run, to do so. Runs of the same noise and seed share one warm-up.
 The best epoch is chosen on dev; test is looked at once, when a run has ended.
 """
 
@@ -22,12 +23,15 @@ from bench.measure import RESULTS
 from pcsr_fast.config import PRINTED, Config
 from pcsr_fast.presets import PRESETS
 
-# short: an epoch of each stage, and on the sample set one more
-SCHEDULE = dict(batch_size=32, warmup_steps=0, refinable_from=2, ambiguous_from=3, device="cpu")
+# short: of a folder the paper's stages and decay in 8 epochs instead of 50
+SCHEDULE = dict(batch_size=32, warmup_steps=0, learning_rate=5e-4, device="cpu")
 SETTINGS = {
     "sample": PRESETS["sample"],
-    "folder": dict(embedding=256, similarity=64, learning_rate=5e-4, warmup_epochs=3, epochs=3, target_epochs=3),
-}
+    "folder": dict(
+        embedding=256, similarity=64, warmup_epochs=3, epochs=8, refinable_from=5, ambiguous_from=7, decay_every=5,
+        target_epochs=8,
+    ),
+}  # fmt: skip
 DEV_IMAGES, TEST_IMAGES = 300, 500  # of a folder
 COLUMNS = ("data", "noise", "variant", "seed", "best_epoch", "dev_rsum", "test_rsum")
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
@@ -70,6 +74,11 @@ DEVIATIONS = [Task(0.4, f"{name} = {value}", 0, {name: value}) for name, value i
 
 def tasks_of(data: str) -> list[Task]:
     return MAIN + ABLATIONS + DEVIATIONS if data == "sample" else MAIN
+
+
+def warmups_of(tasks: list[Task]) -> list[Task]:
+    """One for each noise and seed."""
+    return [Task(*place, dict(method="sgr", epochs=0)) for place in {(t.noise, "warmup", t.seed): 0 for t in tasks}]
 
 
 def open_data(data: str, noise_ratio: float):
@@ -140,16 +149,29 @@ def run_task(data: str, task: Task, runs: Path) -> None:
     (folder / "result.json").write_text(json.dumps(row))
 
 
+def read_rows(path: Path) -> dict[str, dict]:
+    """Results in a CSV, by the names of their tasks."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {Task(float(r["noise"]), r["variant"], int(r["seed"]), {}).name(): r for r in csv.DictReader(file)}
+
+
 def gather(runs: Path, path: Path) -> list[dict]:
-    """All results so far, in the order of the tasks, into one CSV."""
-    names = [task.name() for task in MAIN + ABLATIONS + DEVIATIONS]
-    found = [json.loads(f.read_text()) for n in dict.fromkeys(names) if (f := runs / n / "result.json").exists()]
+    """Adds the results of all runs that have ended to those in the CSV, in the order of the tasks."""
+    found = read_rows(path)
+    names = dict.fromkeys(task.name() for task in MAIN + ABLATIONS + DEVIATIONS)
+    for name in names:
+        if (result := runs / name / "result.json").exists():
+            row = json.loads(result.read_text())
+            found[name] = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
     columns = [*COLUMNS, *(f"test_{x}" for x in RECALLS), *(f"final_{x}" for x in FIGURES), "minutes"]
+    rows = [found[name] for name in dict.fromkeys([*names, *found]) if name in found]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in found)
-    return found
+        writer.writerows(rows)
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,12 +183,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gather", action="store_true", help="write what is there, and train nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    runs = options.runs / Path(options.data).name
-    tasks = [t for t in tasks_of(options.data) if not options.only or any(x in t.name() for x in options.only)]
-    warmups = {(t.noise, t.seed): Task(t.noise, "warmup", t.seed, dict(method="sgr", epochs=0)) for t in tasks}
+    runs, results = options.runs / Path(options.data).name, RESULTS / f"noise_{Path(options.data).name}.csv"
     if options.one:
-        run_task(options.data, next(t for t in [*warmups.values(), *tasks] if t.name() == options.one), runs)
+        every = tasks_of(options.data)
+        run_task(options.data, next(t for t in [*warmups_of(every), *every] if t.name() == options.one), runs)
         return 0
+    known = read_rows(results)
+    wanted = [t for t in tasks_of(options.data) if not options.only or any(x in t.name() for x in options.only)]
+    tasks = [] if options.gather else [t for t in wanted if t.name() not in known]
 
     def start(task: Task) -> int:
         folder = runs / task.name()
@@ -178,12 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
     codes = []
-    for stage in () if options.gather else ([*warmups.values()], tasks):
+    for stage in (warmups_of(tasks), tasks):
         with ThreadPoolExecutor(options.jobs) as pool:
             codes += pool.map(start, stage)
-    rows = gather(runs, RESULTS / f"noise_{Path(options.data).name}.csv")
-    for row in rows:
-        print(f"{row['noise']:>4}  {row['variant']:28} seed {row['seed']}  test rsum {row['test_rsum']:.1f}")
+    for row in gather(runs, results):
+        print(f"{row['noise']:>4}  {row['variant']:28} seed {row['seed']}  test rsum {row['test_rsum']}")
     return 1 if any(codes) else 0
 
 

@@ -6,13 +6,14 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 
 from bench import __main__ as entry
-from bench import baselines, measure, report, scale, step
+from bench import baselines, experiments, measure, report, scale, step
 from bench import kernels as bench
 
 
@@ -147,6 +148,34 @@ def test_report_of_experiments(pages):
     # 415 without noise, 315 with it: 85 of 100 are won back
     assert "| sample | 100.0 |  |  |  | 85 % |" in every
     assert "noise_sample" not in text.partition("between")[0]
+
+
+def test_experiments_keep_the_rows_of_other_machines(tmp_path, monkeypatch):
+    """Results of a folder of runs join those in the CSV, in the order of the tasks; what has a row is not run again."""
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    started, done = [], SimpleNamespace(returncode=0)
+    monkeypatch.setattr(experiments.subprocess, "run", lambda command, **_: started.append(command[-1]) or done)
+    row = {"data": "sample", "best_epoch": 3, "dev_rsum": 300.0, "minutes": 1.0}
+
+    def ended(runs, task, rsum):
+        (tmp_path / runs / "sample" / task.name()).mkdir(parents=True)
+        values = row | {"noise": task.noise, "variant": task.variant, "seed": task.seed, "test_rsum": rsum}
+        (tmp_path / runs / "sample" / task.name() / "result.json").write_text(json.dumps(values))
+
+    first, second, third = (task for task in experiments.MAIN[:7] if task.variant == "sgr")
+    ended("one", third, 330.0)
+    ended("two", first, 310.04)
+    for runs in ("one", "two"):
+        experiments.main(["sample", "--runs", str(tmp_path / runs), "--gather"])
+    with (tmp_path / "noise_sample.csv").open(newline="") as file:
+        assert [(r["variant"], r["test_rsum"]) for r in csv.DictReader(file)] == [
+            (first.variant, "310"),
+            (third.variant, "330"),
+        ]
+    assert started == []
+    names = [option for task in (first, second, third) for option in ("--only", task.name())]
+    experiments.main(["sample", "--runs", str(tmp_path / "three"), "--jobs", "1", *names])
+    assert started == [f"{second.noise}-{second.seed}-warmup", second.name()]
 
 
 def test_report_without_markers_or_results(pages):
