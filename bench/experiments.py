@@ -56,7 +56,7 @@ class Task(NamedTuple):
 MAIN = [
     Task(0.0, "sgr", 0, dict(method="sgr")),
     *(Task(0.4, name, seed, dict(method=name)) for seed in (0, 1) for name in ("pcsr", "clean", "sgr")),
-    Task(0.4, PERFECT, 0, dict(method="clean")),
+    Task(0.4, PERFECT, 0, dict(method="clean", doubt=0.0)),
     Task(0.4, "pcsr as printed", 0, dict(paper=True)),
     *(Task(noise, name, 0, dict(method=name)) for noise in (0.2, 0.6) for name in ("pcsr", "sgr")),
 ]

@@ -129,8 +129,9 @@ def measure(folder: Path, repeats: int) -> list[dict]:
     losses = np.where(clean, rng.normal(0.1, 0.03, pairs), rng.normal(0.3, 0.06, pairs)).astype(np.float32)
     codes, likeness = labels.numpy().astype(np.int32), (1 - 2 * losses).clip(0, 1)
     found = Evaluation(losses, codes, codes, likeness, likeness, 0.0, 0.0)
-    stage("mixture", lambda: clean_posterior(found, EPOCH, config))
-    posterior = clean_posterior(found, EPOCH, config)[0]
+    before = clean.astype(np.float32)
+    stage("mixture", lambda: clean_posterior(found, before, EPOCH, config))
+    posterior = clean_posterior(found, before, EPOCH, config)[0]
 
     def subsets() -> Division:
         found = divide(posterior, pair_pcs(state.tallies[0], split, 3, config), 0.4, EPOCH, config)

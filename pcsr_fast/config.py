@@ -13,7 +13,7 @@ SUBSETS = ("clean", "refinable", "ambiguous")
 PRINTED = dict(
     classifier_input="regions", classifier_gradient=True, classifier_norm=False, classifier_rate=1.0,
     assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss",
-    judges="other", refinable_by="consistency", threshold="controller", tally_from=1,
+    judges="other", belief_memory=0.0, doubt=0.0, refinable_by="consistency", threshold="controller", tally_from=1,
     rematch_scope="batch", rematch_by="images", negatives_ramp=False,
 )  # fmt: skip
 
@@ -62,6 +62,9 @@ class Config:
     # division
     evidence: Literal["loss", "both"] = "both"  # of the mixture: the loss; or S_p too, once the classifier was trained
     judges: Literal["other", "both"] = "both"  # who says which pairs a network trains on: the other one, as printed
+    belief_memory: float = 0.5  # how much the belief of the epoch before counts in that of this one; 0 as printed
+    # of pairs believed clean, how many are held back: this many times those that the mixture expects to be noisy
+    doubt: float = 5.0
     subsets: tuple[str, ...] = SUBSETS  # ablation: which are trained on
     noisy_treatment: Literal["split", "refinable", "ambiguous"] = "split"  # ablation: one treatment for all noisy pairs
     # of what is refinable: follows the target step by step, as printed, or meets it in every epoch
@@ -138,7 +141,8 @@ class Config:
         for name in ("alpha", "learning_rate", "classifier_rate", "clip", "decay", "likeness_temperature"):
             self._require(getattr(self, name) > 0, name, "above 0")
         self._require(self.wait_minutes > 0, "wait_minutes", "above 0")
-        for name in ("evaluation_negatives", "warmup_steps", "workers", "seed", "checkpoint_minutes"):
+        self._require(0 <= self.belief_memory < 1, "belief_memory", "in [0, 1)")
+        for name in ("evaluation_negatives", "warmup_steps", "doubt", "workers", "seed", "checkpoint_minutes"):
             self._require(getattr(self, name) >= 0, name, "at least 0")
         self._require(self.evaluation_negatives < self.batch_size, "evaluation_negatives", "below batch_size")
         enough = self.rematch_scope == "batch" or self.bank_size >= self.batch_size

@@ -209,8 +209,10 @@ def _fitted(columns: list[np.ndarray], **start):
     return model, posterior
 
 
-def clean_posterior(found: Evaluation, epoch: int, config: Config) -> tuple[np.ndarray, np.ndarray]:  # [N], [2, 3]
-    """Belief that a pair is clean, and the mixture of losses.
+def clean_posterior(
+    found: Evaluation, before: np.ndarray | None, epoch: int, config: Config
+) -> tuple[np.ndarray, np.ndarray]:  # [N], [2, 3]
+    """Belief that a pair is clean, given that of the epoch before, and the mixture of losses.
 
     Where image and caption predict the same pseudo-labels, they match: evidence beside the loss, once the classifier
     was trained, which begins in the first epoch.
@@ -218,12 +220,22 @@ def clean_posterior(found: Evaluation, epoch: int, config: Config) -> tuple[np.n
     posterior, components = mixture(found.losses)
     if config.evidence == "both" and config.method == "pcsr" and epoch > 1 and np.ptp(found.likeness) > 0.01:
         posterior = mixture_with(found.likeness, found.losses, posterior)
+    if before is not None and config.belief_memory:
+        posterior += np.float32(config.belief_memory) * (before - posterior)
     return posterior, components
 
 
-def is_clean(posterior: np.ndarray) -> np.ndarray:  # bool [N]
-    """w > 0.5; never all pairs and never fewer than two: then the 1 % at the end of the scale change sides."""
+def is_clean(posterior: np.ndarray, doubt: float = 0.0) -> np.ndarray:  # bool [N]
+    """w > 0.5; never all pairs and never fewer than two: then the 1 % at the end of the scale change sides.
+
+    Noisy pairs that were learnt by heart pass, many more than the mixture expects: doubt times as many as it expects,
+    those with the smallest w, are held back; at most half.
+    """
     clean = posterior > 0.5
+    passed = posterior[clean]
+    held = min(round(doubt * float((1 - passed).sum(dtype=np.float64))), len(passed) // 2)
+    if held:
+        clean &= posterior >= np.partition(passed, held)[held]
     some = max(1, round(0.01 * len(posterior)))
     if clean.all():
         clean[np.argsort(posterior, kind="stable")[:some]] = False
@@ -258,7 +270,7 @@ def divide(
     config: Config,
 ) -> Division:
     """Subsets of an epoch after warm-up, counted from 1; the controller idles before the refinable stage."""
-    noisy = ~is_clean(posterior)
+    noisy = ~is_clean(posterior, config.doubt)
     if config.noisy_treatment != "split":
         subset = np.where(noisy, REFINABLE if config.noisy_treatment == "refinable" else AMBIGUOUS, CLEAN)
         return Division(posterior, subset.astype(np.uint8), None, 1.0)

@@ -328,14 +328,15 @@ def decide(
     if config.judges == "both":
         mean = {name: sum(getattr(x, name) for x in found) / len(found) for name in ("losses", "likeness", "match")}
         judges = [found[0]._replace(**mean)]
-    beliefs = [clean_posterior(judge, epoch, config) for judge in judges]
+    before = [division.posterior if division else None for division in state.divisions]
+    beliefs = [clean_posterior(judge, before[k], epoch, config) for k, judge in enumerate(judges)]
     told = []
     for k, own in enumerate(found):
         judge, (posterior, components) = judges[k % len(judges)], beliefs[k % len(judges)]
         pcs = pair_pcs(state.tallies[k], split, state.observations, config)
-        before = state.divisions[k].tau if state.divisions[k] else None
+        tau = state.divisions[k].tau if state.divisions[k] else None
         score = refinability(pcs, judge.match[split.image_of], config)
-        division = divide(posterior, score, before, epoch, config)
+        division = divide(posterior, score, tau, epoch, config)
         state.divisions[k] = division
         state.figures[k] = health(own, division, split, config) | {
             "mixture_low": float(components[0, 1]),

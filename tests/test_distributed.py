@@ -179,7 +179,8 @@ def test_a_signal_to_one_rank_stops_all_and_others_go_on(single, tmp_path, step)
 def test_killed_and_started_again(single, tmp_path):
     """The quick one: started again by the test itself."""
     changes = UNEVEN | dict(checkpoint_minutes=0.0)
-    errors = run_ranks(record, 2, tmp_path, changes, None, dict(rank=1, step=23, do="SIGKILL"))
+    act = dict(rank=1, step=len(single.steps) - 5, do="SIGKILL")
+    errors = run_ranks(record, 2, tmp_path, changes, None, act)
     assert errors[1] == "exit code -9"
     assert "RankError: rank 0 of 2, in train" in errors[0]
     (found, _) = runs(tmp_path, 2, record, changes)

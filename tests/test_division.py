@@ -94,17 +94,17 @@ def test_agreement_of_labels_is_evidence():
     losses = np.where(noisy, 0.7, 0.3) + 0.15 * rng.standard_normal(400)
     likeness = np.where(noisy, 0.2, 0.7) + 0.15 * rng.standard_normal(400)
     found = Evaluation(losses.astype(np.float32), None, None, likeness.astype(np.float32), None, 0.0, 0.0)
-    alone = clean_posterior(found, 2, Config(evidence="loss"))[0]
+    alone = clean_posterior(found, None, 2, Config(evidence="loss"))[0]
     assert np.array_equal(alone, mixture(found.losses)[0])
-    both = clean_posterior(found, 2, Config())[0]
+    both = clean_posterior(found, None, 2, Config())[0]
     assert ((both > 0.5) == ~noisy).mean() > 0.97 > 0.93 > ((alone > 0.5) == ~noisy).mean()
     # that of clean and of noisy pairs alike: no evidence
     random = found._replace(likeness=rng.permutation(found.likeness))
-    assert ((clean_posterior(random, 2, Config())[0] > 0.5) == (alone > 0.5)).mean() > 0.97
+    assert ((clean_posterior(random, None, 2, Config())[0] > 0.5) == (alone > 0.5)).mean() > 0.97
     # in the first epoch, for the method clean, and where predictions are all alike, the loss decides
     flat = found._replace(likeness=np.full(400, 0.3, np.float32))
     for evaluation, epoch, config in ((found, 1, Config()), (found, 2, Config(method="clean")), (flat, 2, Config())):
-        assert np.array_equal(clean_posterior(evaluation, epoch, config)[0], alone)
+        assert np.array_equal(clean_posterior(evaluation, None, epoch, config)[0], alone)
 
 
 def test_is_clean():
@@ -121,6 +121,34 @@ def test_is_clean():
     assert is_clean(np.array([0.9, 0.8, 0.7])).tolist() == [True, True, False]
     # two are enough
     assert is_clean(np.array([0.6, 0.8, *[0.1] * 300])).sum() == 2
+
+
+def test_doubt():
+    """Held back: so many times the noisy pairs that the posteriors expect among the clean ones, the least certain."""
+    posterior = np.random.default_rng(0).permutation(np.linspace(0.81, 1, 20)).astype(np.float32)
+    posterior = np.concatenate([posterior, np.full(20, 0.2, np.float32)])
+    # 20 pass, and 0.19 + 0.18 + ... + 0 = 1.9 noisy ones are expected among them
+    for doubt, kept in ((0.0, 20), (1.0, 18), (2.0, 16), (4.0, 12), (9.0, 10)):
+        assert sorted(posterior[is_clean(posterior, doubt)]) == sorted(posterior)[-kept:]
+    # equal ones stay together, and the certain ones are never held back
+    assert is_clean(np.array([1.0] * 7 + [0.9] * 5 + [0.1] * 3), 2.0).sum() == 12
+    assert is_clean(np.array([1.0] * 7 + [0.9] * 5 + [0.1] * 3), 99.0).sum() == 7
+    assert is_clean(np.array([1.0] * 7 + [0.1] * 3), 99.0).sum() == 7
+    # no fewer than two are clean
+    assert is_clean(np.array([0.6, *[0.1] * 30]), 9.0).sum() == 2
+    assert (divide(posterior, posterior, None, 1, tiny.config(doubt=2.0)).subset == CLEAN).sum() == 16
+
+
+def test_belief_remembers_the_epoch_before():
+    rng = np.random.default_rng(0)
+    losses = np.concatenate([rng.normal(0.1, 0.03, 300), rng.normal(0.3, 0.06, 200)]).astype(np.float32)
+    found = Evaluation(losses, None, None, np.zeros(500, np.float32), None, 0.0, 0.0)
+    now = clean_posterior(found, None, 2, Config())[0]
+    before = rng.random(500).astype(np.float32)
+    remembered = clean_posterior(found, before, 2, Config(belief_memory=0.25))[0]
+    np.testing.assert_allclose(remembered, 0.25 * before + 0.75 * now, atol=1e-6)
+    assert remembered.dtype == np.float32
+    assert np.array_equal(clean_posterior(found, before, 2, Config(belief_memory=0.0))[0], now)
 
 
 def test_target_utilisation():

@@ -495,8 +495,12 @@ def test_both_networks_judge():
     state = new_state(config, split, tiny.WORDS, "cpu")
     told = module.decide(state, found, split, 1, config)
     assert all(np.array_equal(d.posterior, x) for d, x in zip(state.divisions, own, strict=True))
-    module.decide(state, found, split, 1, replace(config, judges="both"))
     together = mixture(losses.mean(0))[0]
+    both = replace(config, judges="both", belief_memory=0.25)
+    module.decide(state, found, split, 2, both)
+    # each network's belief of the epoch before was its own; what both say together is remembered as of the first
+    assert all(np.allclose(d.posterior, 0.25 * own[0] + 0.75 * together) for d in state.divisions)
+    module.decide(state, found, split, 2, replace(both, belief_memory=0.0))
     assert all(np.allclose(d.posterior, together) for d in state.divisions)
     # the other's word counts: the two do not agree on all
     assert (told[0]["subset"] != told[1]["subset"]).any()
