@@ -23,15 +23,12 @@ from bench.measure import RESULTS
 from pcsr_fast.config import PRINTED, Config
 from pcsr_fast.presets import PRESETS
 
-# short: of a folder the paper's stages and decay in 8 epochs instead of 50
-SCHEDULE = dict(batch_size=32, warmup_steps=0, learning_rate=5e-4, device="cpu")
-SETTINGS = {
-    "sample": PRESETS["sample"],
-    "folder": dict(
-        embedding=256, similarity=64, warmup_epochs=3, epochs=8, refinable_from=5, ambiguous_from=7, decay_every=5,
-        target_epochs=8,
-    ),
-}  # fmt: skip
+# the paper's stages and decay in 8 epochs instead of 50
+SCHEDULE = dict(
+    batch_size=32, warmup_steps=0, learning_rate=5e-4, epochs=8, refinable_from=5, ambiguous_from=7, decay_every=5,
+    target_epochs=8, device="cpu",
+)  # fmt: skip
+SETTINGS = {"sample": PRESETS["sample"], "folder": dict(embedding=256, similarity=64, warmup_epochs=3)}
 DEV_IMAGES, TEST_IMAGES = 300, 500  # of a folder
 COLUMNS = ("data", "noise", "variant", "seed", "best_epoch", "dev_rsum", "test_rsum")
 RECALLS = tuple(f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10))
@@ -104,7 +101,7 @@ def open_data(data: str, noise_ratio: float):
 
 def config_of(data: str, task: Task) -> Config:
     kind = "sample" if data == "sample" else "folder"
-    return Config(seed=task.seed, **SCHEDULE | SETTINGS[kind] | task.settings)
+    return Config(seed=task.seed, **SETTINGS[kind] | SCHEDULE | task.settings)
 
 
 def run_task(data: str, task: Task, runs: Path) -> None:
