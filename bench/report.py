@@ -91,9 +91,9 @@ def full_table(machines: dict[str, list[dict[str, str]]]) -> str:
     return "\n".join(lines)
 
 
-def test_rsums(results: Path) -> dict[str, dict[tuple[str, float], list[float]]]:
-    """By data set, then by method and noise, one for each seed; no ablations."""
-    values: dict[str, dict[tuple[str, float], list[float]]] = {}
+def test_rsums(results: Path) -> dict[str, dict[tuple[str, float], dict[str, float]]]:
+    """By data set, then by method and noise, then by seed; no ablations."""
+    values: dict[str, dict[tuple[str, float], dict[str, float]]] = {}
     for path in sorted(results.glob("noise_*.csv")):
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("test_rsum")]
@@ -101,7 +101,7 @@ def test_rsums(results: Path) -> dict[str, dict[tuple[str, float], list[float]]]
             method = row.get("method") or row.get("variant")
             if method in METHODS:
                 cell = (method, float(row["noise"]))
-                values.setdefault(row["data"], {}).setdefault(cell, []).append(float(row["test_rsum"]))
+                values.setdefault(row["data"], {}).setdefault(cell, {})[row["seed"]] = float(row["test_rsum"])
     return values
 
 
@@ -114,22 +114,26 @@ def noise_table(results: Path) -> str:
         lines.append("| --- |" + " --- |" * len(ratios))
         for method in METHODS:
             if any((method, ratio) in cells for ratio in ratios):
-                lines.append(f"| {method} | {' | '.join(spread(cells.get((method, r), [])) for r in ratios)} |")
+                lines.append(f"| {method} | {' | '.join(spread([*cells.get((method, r), {}).values()]) for r in ratios)} |")
         lines.append("")
     return "\n".join(lines) or "No experiments are in `bench/results` yet.\n"
 
 
 def won_back_table(results: Path, ratio: float = 0.4) -> str:
-    """What each method wins back of the rsum that noise costs sgr, in means over seeds."""
+    """What each method wins back of the rsum that noise costs sgr with the same seeds, in means over them."""
     others = [method for method in METHODS if method != "sgr"]
     lines = [f"| | cost of {100 * ratio:.0f} % noise | {' | '.join(others)} |", "| --- " * (len(others) + 2) + "|"]
     for data, cells in test_rsums(results).items():
         if ("sgr", 0.0) not in cells or ("sgr", ratio) not in cells:
             continue
-        best, worst = (statistics.mean(cells["sgr", r]) for r in (0.0, ratio))
-        found = [statistics.mean(cells[m, ratio]) if (m, ratio) in cells else None for m in others]
-        shares = ["" if x is None else f"{100 * (x - worst) / (best - worst):.0f} %" for x in found]
-        lines.append(f"| {data} | {best - worst:.1f} | {' | '.join(shares)} |")
+        best, noisy = statistics.mean(cells["sgr", 0.0].values()), cells["sgr", ratio]
+        shares = []
+        for method in others:
+            found = {seed: x for seed, x in cells.get((method, ratio), {}).items() if seed in noisy}
+            cost = sum(best - noisy[seed] for seed in found)
+            won = sum(x - noisy[seed] for seed, x in found.items())
+            shares.append(f"{100 * won / cost:.0f} %" if found else "")
+        lines.append(f"| {data} | {best - statistics.mean(noisy.values()):.1f} | {' | '.join(shares)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -226,7 +226,7 @@ def test_kill(whole, tmp_path):
         while process.poll() is None and _stamp(tmp_path) == before and time.monotonic() - begin < 120:
             time.sleep(0.01)
         try:
-            process.wait(rng.uniform(0, 0.5) if kills < 8 else 300)
+            process.wait(rng.uniform(0, 0.1) if kills < 8 else 300)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -234,7 +234,8 @@ def test_kill(whole, tmp_path):
             continue
         assert process.returncode == 0
         done = True
-    assert kills >= 4
+    # a machine that does all in less than four times 0.1 s would end sooner
+    assert kills >= 3
     assert same(last(tmp_path) | {"config": 0}, whole.last | {"config": 0})
     assert not [*tmp_path.glob(".*.pt.*")]
 
