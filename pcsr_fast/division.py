@@ -156,26 +156,28 @@ def mixture(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [N] -> [N],
             f"all {len(losses)} pairs have the same loss {low:.6g}: training collapsed, nothing tells pairs apart; "
             "train longer before the division (warmup_steps) or with negatives_ramp"
         )
-    model, posterior = _fitted([losses], random_state=0)
-    order = np.argsort(model.means_[:, 0])
-    components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0])], 1)[order]
-    return posterior(order[0]), components
+    return _clean_component(*_fitted([losses], random_state=0))
 
 
-def mixture_with(likeness: np.ndarray, losses: np.ndarray, belief: np.ndarray) -> np.ndarray:  # [N], [N], [N] -> [N]
-    """Posterior of the clean component of losses and 1 - S_p together, fitted from where that of the losses stands.
+def mixture_from(belief: np.ndarray, columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:  # -> [N], [2, 3]
+    """As mixture, of losses and what else is given, fitted from where a belief that pairs are clean stands.
 
-    The two are independent within a component. An S_p that does not tell pairs apart has the same mean in both, and no
-    say; half of the say for each would halve the clean pairs when predictions are poor.
+    Columns are independent within a component. One that does not tell pairs apart has the same mean in both, and no
+    say; an equal say for each would halve the clean pairs when, as of S_p, predictions are poor.
     """
-    columns = [losses, 1 - likeness]
     scaled = np.stack([(x - x.min()) / np.ptp(x) for x in columns], 1)
     weights = np.stack([belief, 1 - belief])
     share = weights.mean(1, dtype=np.float64)[:, None] + 1e-9
     means, squares = (weights @ x / len(x) / share for x in (scaled, scaled**2))
     variances = np.maximum(squares - means**2, 0) + REGULARISED
     start = dict(weights_init=share[:, 0] / share.sum(), means_init=means, precisions_init=1 / variances)
-    return _fitted(columns, **start)[1](0)
+    return _clean_component(*_fitted(columns, **start))
+
+
+def _clean_component(model, posterior) -> tuple[np.ndarray, np.ndarray]:  # [N], [2, 3]
+    order = np.argsort(model.means_[:, 0])
+    components = np.stack([model.weights_, model.means_[:, 0], np.sqrt(model.covariances_[:, 0])], 1)[order]
+    return posterior(order[0]), components
 
 
 def _fitted(columns: list[np.ndarray], **start):
@@ -217,12 +219,27 @@ def clean_posterior(
     Where image and caption predict the same pseudo-labels, they match: evidence beside the loss, once the classifier
     was trained, which begins in the first epoch.
     """
+    remembered = before is not None and config.belief_memory > 0
     posterior, components = mixture(found.losses)
+    if remembered and _jumped(before, posterior):
+        again = mixture_from(before, [found.losses])
+        # losses that do not bear out the belief speak for themselves
+        posterior, components = (posterior, components) if _jumped(before, again[0]) else again
     if config.evidence == "both" and config.method == "pcsr" and epoch > 1 and np.ptp(found.likeness) > 0.01:
-        posterior = mixture_with(found.likeness, found.losses, posterior)
-    if before is not None and config.belief_memory:
+        posterior = mixture_from(posterior, [found.losses, 1 - found.likeness])[0]
+    if remembered:
         posterior += np.float32(config.belief_memory) * (before - posterior)
     return posterior, components
+
+
+def _jumped(before: np.ndarray, now: np.ndarray) -> bool:  # [N], [N]
+    """Of the pairs that either calls clean, less than half are so by both.
+
+    Losses may have three peaks: clean pairs that a network has learnt, clean ones that it has not, and noisy ones.
+    Which two of them the mixture takes together can change from one epoch to the next.
+    """
+    before, now = before > 0.5, now > 0.5
+    return 2 * (before & now).sum() < (before | now).sum()
 
 
 def is_clean(posterior: np.ndarray, doubt: float = 0.0) -> np.ndarray:  # bool [N]

@@ -107,6 +107,32 @@ def test_agreement_of_labels_is_evidence():
         assert np.array_equal(clean_posterior(evaluation, None, epoch, config)[0], alone)
 
 
+@pytest.mark.parametrize("method", ["clean", "pcsr"])
+def test_clean_pairs_do_not_jump(method):
+    """A tenth of the clean pairs has nearly no loss: the mixture alone would take the others to be noisy."""
+    rng = np.random.default_rng(0)
+    kind = rng.permutation(np.repeat([0, 1, 2], [120, 680, 200]))  # learnt, clean, noisy
+    losses = (
+        np.array([0.01, 0.5, 0.85])[kind] + np.array([0.005, 0.09, 0.03])[kind] * rng.standard_normal(1000)
+    ).astype(np.float32)
+    likeness = np.where(kind == 2, 0.4, 0.6) + 0.15 * rng.standard_normal(1000)
+    found = Evaluation(losses, None, None, likeness.astype(np.float32), None, 0.0, 0.0)
+    before = np.where(kind < 2, 0.9, 0.1).astype(np.float32)
+    alone, wrong = mixture(losses)
+    assert (alone > 0.5).sum() < 200
+    posterior, components = clean_posterior(found, before, 5, Config(method=method))
+    assert ((posterior > 0.5) == (kind < 2)).mean() > 0.95
+    assert components[0, 0] > 0.6 > 0.2 > wrong[0, 0]
+    assert components[0, 1] < components[1, 1]
+    # half of the memory, half of what the losses say from there
+    assert posterior[kind == 0].min() > 0.9
+    # as printed: each epoch for itself
+    assert np.array_equal(clean_posterior(found, before, 5, Config(method=method, paper=True))[0], alone)
+    # where losses and belief agree, nothing is fitted again
+    few = np.where(kind == 0, 0.9, 0.1).astype(np.float32)
+    assert np.allclose(clean_posterior(found, few, 5, Config(method="clean"))[0], (alone + few) / 2)
+
+
 def test_is_clean():
     assert is_clean(np.array([0.2, 0.5, 0.51, 0.9])).tolist() == [False, False, True, True]
     # all clean: the 1 % with the smallest posterior become noisy
