@@ -114,7 +114,8 @@ def noise_table(results: Path) -> str:
         lines.append("| --- |" + " --- |" * len(ratios))
         for method in METHODS:
             if any((method, ratio) in cells for ratio in ratios):
-                lines.append(f"| {method} | {' | '.join(spread([*cells.get((method, r), {}).values()]) for r in ratios)} |")
+                found = [spread([*cells.get((method, r), {}).values()]) for r in ratios]
+                lines.append(f"| {method} | {' | '.join(found)} |")
         lines.append("")
     return "\n".join(lines) or "No experiments are in `bench/results` yet.\n"
 
