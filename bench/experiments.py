@@ -60,7 +60,11 @@ MAIN = [
     # the division of pcsr, and no steps on other pairs
     *(Task(0.4, "subsets: clean", seed, dict(subsets=("clean",))) for seed in (0, 1)),
     *(Task(noise, name, 0, dict(method=name)) for noise in (0.2, 0.6) for name in ("pcsr", "sgr")),
-    *(Task(0.4, f"{name}, 13 epochs", 0, dict(method=name) | LONGER) for name in ("pcsr", "clean", "sgr")),
+    *(
+        Task(0.4, f"{name}, 13 epochs", seed, dict(method=name) | LONGER)
+        for seed in (0, 1)
+        for name in ("pcsr", "clean", "sgr")
+    ),
     Task(0.4, f"{PERFECT}, 13 epochs", 0, dict(method="clean", doubt=0.0) | LONGER),
     Task(0.0, "sgr, 13 epochs", 0, dict(method="sgr") | LONGER),
 ]
