@@ -5,6 +5,7 @@ Tables stand between markers such as `<!-- bench -->` and `<!-- /bench -->`; the
 
 import argparse
 import csv
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -92,16 +93,16 @@ def full_table(machines: dict[str, list[dict[str, str]]]) -> str:
 
 
 def test_rsums(results: Path) -> dict[str, dict[tuple[str, float], dict[str, float]]]:
-    """By data set, then by method and noise, then by seed; no ablations."""
+    """By data set and length of training, then by method and noise, then by seed; no ablations."""
     values: dict[str, dict[tuple[str, float], dict[str, float]]] = {}
     for path in sorted(results.glob("noise_*.csv")):
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("test_rsum")]
         for row in rows:
-            method = row.get("method") or row.get("variant")
+            method, longer = re.fullmatch(r"(.*?)(, \d+ epochs)?", row["variant"]).groups("")
             if method in METHODS:
-                cell = (method, float(row["noise"]))
-                values.setdefault(row["data"], {}).setdefault(cell, {})[row["seed"]] = float(row["test_rsum"])
+                cells = values.setdefault(f"`{row['data']}`{longer}", {})
+                cells.setdefault((method, float(row["noise"])), {})[row["seed"]] = float(row["test_rsum"])
     return values
 
 
@@ -110,7 +111,7 @@ def noise_table(results: Path) -> str:
     lines = []
     for data, cells in test_rsums(results).items():
         ratios = sorted({ratio for _, ratio in cells})
-        lines += [f"`{data}`, rsum on test:", "", f"| noise | {' | '.join(f'{100 * r:.0f} %' for r in ratios)} |"]
+        lines += [f"{data}, rsum on test:", "", f"| noise | {' | '.join(f'{100 * r:.0f} %' for r in ratios)} |"]
         lines.append("| --- |" + " --- |" * len(ratios))
         for method in METHODS:
             if any((method, ratio) in cells for ratio in ratios):

@@ -131,22 +131,23 @@ def test_report_writes_between_markers(pages):
 
 def test_report_of_experiments(pages):
     (pages / "results" / "noise_sample.csv").write_text(
-        "data,noise,method,seed,best_epoch,dev_rsum,test_rsum\n"
+        "data,noise,variant,seed,best_epoch,dev_rsum,test_rsum\n"
         "sample,0.4,sgr,0,3,300,310.0\nsample,0.4,sgr,1,3,300,320.0\nsample,0.2,sgr,0,3,300,350.04\n"
         "sample,0.4,pcsr,0,3,300,400.0\nsample,0.2,pcsr,0,3,300,\nsample,0.4,K = 32,0,3,300,500\n"
-        "sample,0,sgr,0,3,300,415\n"
+        'sample,0,sgr,0,3,300,415\nsample,0.4,"pcsr, 13 epochs",0,3,300,420\n'
     )
     run_report(pages)
     text = (pages / "README.md").read_text()
     assert "| noise | 0 % | 20 % | 40 % |" in text
     assert "| sgr | 415.0 | 350.0 | 315.0 (310 to 320, 2 seeds) |" in text
     assert "| pcsr |  |  | 400.0 |" in text
+    assert "`sample`, 13 epochs, rsum on test:\n\n| noise | 40 % |\n| --- | --- |\n| pcsr | 420.0 |" in text
     assert "K = 32" not in text
     every = (pages / "docs/experiments.md").read_text()
     assert "| data | noise | variant | seed | best epoch | dev rsum | test rsum | precision |" in every
-    assert "| sample | 0.2 |  | 0 | 3 | 300 | 350.04 |" in every
+    assert "| sample | 0.2 | sgr | 0 | 3 | 300 | 350.04 |" in every
     # seed 0 alone: 415 without noise, 310 with it: 90 of 105 are won back
-    assert "| sample | 100.0 |  |  |  | 86 % |" in every
+    assert "| `sample` | 100.0 |  |  |  | 86 % |" in every
     assert "noise_sample" not in text.partition("between")[0]
 
 
