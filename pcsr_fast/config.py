@@ -13,7 +13,7 @@ SUBSETS = ("clean", "refinable", "ambiguous")
 PRINTED = dict(
     classifier_input="regions", classifier_gradient=True, classifier_norm=False, classifier_rate=1.0,
     assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss",
-    judges="other", belief_memory=0.0, doubt=0.0, refinable_by="consistency", threshold="controller", tally_from=1,
+    siblings=False, judges="other", belief_memory=0.0, doubt=0.0, refinable_by="consistency", threshold="controller", tally_from=1,
     rematch_scope="batch", rematch_by="images", negatives_ramp=False,
 )  # fmt: skip
 
@@ -61,6 +61,7 @@ class Config:
 
     # division
     evidence: Literal["loss", "both"] = "both"  # of the mixture: the loss; or S_p too, once the classifier was trained
+    siblings: bool = True  # words that an image's captions share are evidence that they are clean
     judges: Literal["other", "both"] = "both"  # who says which pairs a network trains on: the other one, as printed
     belief_memory: float = 0.5  # how much the belief of the epoch before counts in that of this one; 0 as printed
     # of pairs believed clean, how many are held back: this many times those that the mixture expects to be noisy

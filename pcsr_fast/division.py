@@ -16,6 +16,7 @@ from pcsr_fast.data.split import Split
 from pcsr_fast.model import Network
 from pcsr_fast.ops import TallyState, label_similarity, tally, triplet
 from pcsr_fast.rematch import Bank
+from pcsr_fast.siblings import Siblings, belief_with_siblings
 
 CLEAN, REFINABLE, AMBIGUOUS = range(3)
 # up to so many losses the mixture is fitted to all, 78 MB in scikit-learn: MS-COCO has 566,435
@@ -212,12 +213,12 @@ def _fitted(columns: list[np.ndarray], **start):
 
 
 def clean_posterior(
-    found: Evaluation, before: np.ndarray | None, epoch: int, config: Config
+    found: Evaluation, before: np.ndarray | None, epoch: int, config: Config, siblings: Siblings | None = None
 ) -> tuple[np.ndarray, np.ndarray]:  # [N], [2, 3]
     """Belief that a pair is clean, given that of the epoch before, and the mixture of losses.
 
     Where image and caption predict the same pseudo-labels, they match: evidence beside the loss, once the classifier
-    was trained, which begins in the first epoch.
+    was trained, which begins in the first epoch. So are words that an image's captions share, from the beginning.
     """
     remembered = before is not None and config.belief_memory > 0
     posterior, components = mixture(found.losses)
@@ -227,6 +228,8 @@ def clean_posterior(
         posterior, components = (posterior, components) if _jumped(before, again[0]) else again
     if config.evidence == "both" and config.method == "pcsr" and epoch > 1 and np.ptp(found.likeness) > 0.01:
         posterior = mixture_from(posterior, [found.losses, 1 - found.likeness])[0]
+    if siblings is not None:
+        posterior = belief_with_siblings(siblings, posterior)
     if remembered:
         posterior += np.float32(config.belief_memory) * (before - posterior)
     return posterior, components

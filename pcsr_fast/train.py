@@ -50,6 +50,7 @@ from pcsr_fast.model import Captions, Images, Network
 from pcsr_fast.ops import Agreement, TallyState, adaptive_margin, agreement, entropy, triplet
 from pcsr_fast.rematch import Bank
 from pcsr_fast.run import distributions, write_division
+from pcsr_fast.siblings import Siblings, siblings_of
 
 NAMES = ("A", "B")
 # streams of random numbers, apart from each other
@@ -79,6 +80,7 @@ class State:
     best_epoch: int = -1
     bad_streak: Tensor | None = None
     banks: list[Bank | None] = field(default_factory=lambda: [None, None])
+    siblings: Siblings | None = None  # follows from the data, and is not saved
 
 
 def train(
@@ -329,7 +331,9 @@ def decide(
         mean = {name: sum(getattr(x, name) for x in found) / len(found) for name in ("losses", "likeness", "match")}
         judges = [found[0]._replace(**mean)]
     before = [division.posterior if division else None for division in state.divisions]
-    beliefs = [clean_posterior(judge, before[k], epoch, config) for k, judge in enumerate(judges)]
+    if config.siblings and config.method == "pcsr" and state.siblings is None:
+        state.siblings = siblings_of(split, state.networks[0].words.num_embeddings)
+    beliefs = [clean_posterior(judge, before[k], epoch, config, state.siblings) for k, judge in enumerate(judges)]
     told = []
     for k, own in enumerate(found):
         judge, (posterior, components) = judges[k % len(judges)], beliefs[k % len(judges)]

@@ -12,7 +12,7 @@ RANKS = [
     (r"pcsr_fast\.(train|audit)$", 9),
     (r"pcsr_fast\.search$", 8),
     (r"pcsr_fast\.(division|evaluate|run)$", 7),
-    (r"pcsr_fast\.rematch$", 6),
+    (r"pcsr_fast\.(rematch|siblings)$", 6),
     (r"pcsr_fast\.(model|checkpoint|presets)$", 5),
     (r"pcsr_fast\.(data|config)", 4),
     (r"pcsr_fast\.ops\.op$", 2),
