@@ -16,9 +16,10 @@ from tqdm import tqdm
 from pcsr_fast.config import SUBSETS
 from pcsr_fast.data.files import write_whole
 from pcsr_fast.data.split import Split
+from pcsr_fast.evaluate import pair_scores
 from pcsr_fast.rematch import unit_predictions
 from pcsr_fast.run import Run
-from pcsr_fast.search import caption_text, pair_scores, pieces_of_images
+from pcsr_fast.search import caption_text, pieces_of_images
 
 CHUNK, BANK, CANDIDATES = 4096, 4096, 8
 FIGURES = tuple(f"{network}_{name}" for name in ("posterior", "loss", "pcs", "subset") for network in "AB")

@@ -13,8 +13,8 @@ SUBSETS = ("clean", "refinable", "ambiguous")
 PRINTED = dict(
     classifier_input="regions", classifier_gradient=True, classifier_norm=False, classifier_rate=1.0,
     assignment="argmax", both_sides=False, likeness_temperature=1.0, noisy_weight="one", evidence="loss",
-    siblings=False, judges="other", belief_memory=0.0, doubt=0.0, refinable_by="consistency", threshold="controller", tally_from=1,
-    rematch_scope="batch", rematch_by="images", negatives_ramp=False,
+    siblings=False, judges="other", belief_memory=0.0, doubt=0.0, refinable_by="consistency", threshold="controller",
+    tally_from=1, rematch="caption", rematch_scope="batch", rematch_by="images", negatives_ramp=False,
 )  # fmt: skip
 
 
@@ -79,7 +79,10 @@ class Config:
     controller_gain: float = 0.2  # k
     controller_rate: float = 0.7  # beta
     evaluation_negatives: int = 0  # each pair's negatives in the evaluation pass; 0: the whole batch
-    rematch_scope: Literal["batch", "bank"] = "bank"
+    # what a refinable pair gets: the caption of a clean pair, as printed; or, where images have several captions, the
+    # image that its caption fits best: then it is trained among the clean pairs
+    rematch: Literal["caption", "image"] = "image"
+    rematch_scope: Literal["batch", "bank"] = "bank"  # of captions
     bank_size: int = 4096
     rematch_by: Literal["images", "both"] = "both"  # S_p of both images; times that of the image and the new caption
 

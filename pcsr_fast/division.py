@@ -46,6 +46,9 @@ class Division:
     subset: np.ndarray  # uint8 [N]: CLEAN, REFINABLE or AMBIGUOUS
     tau: float | None  # threshold of PCS, None before its first use
     utilisation: float  # lambda: share of noisy pairs that the tau of the epoch before would refine
+    # where captions get new images: int32 [N], and float32 [N], how certain that is, 1 for clean pairs
+    images: np.ndarray | None = None
+    certainty: np.ndarray | None = None
 
     def pairs(self, subset: int) -> np.ndarray:
         return np.flatnonzero(self.subset == subset)

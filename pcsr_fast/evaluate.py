@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pcsr_fast import distributed
-from pcsr_fast.data.loader import gather
+from pcsr_fast.data import loader
 from pcsr_fast.data.split import Split
 from pcsr_fast.model import Captions, Images, Network
 
 # cells of a tile: a few thousand pairs keep every core busy, and progress visible
 TILE_IMAGES, TILE_CAPTIONS = 64, 512
+PIECE = 256  # images encoded at a time
 
 
 @torch.no_grad()
@@ -30,7 +32,7 @@ def encode(
     bar = partial(tqdm, leave=False, disable=quiet, unit="batch")
     for start in bar(range(chosen.start, chosen.stop, batch), "encode images"):
         rows = np.arange(start, min(start + batch, chosen.stop))
-        features = gather(split.features, rows, torch.empty(len(rows), split.regions, split.width))
+        features = loader.gather(split.features, rows, torch.empty(len(rows), split.regions, split.width))
         images.append(network.encode_images(features.to(device)))
     for start in bar(range(written.start, written.stop, batch), "encode captions"):
         stop = min(start + batch, written.stop)
@@ -45,6 +47,26 @@ def encode(
     return Images(*(torch.cat(x) for x in zip(*images, strict=True))), Captions(
         torch.cat(words), offsets, torch.cat(whole)
     )
+
+
+@torch.no_grad()
+def pair_scores(networks: list[Network], split: Split, images: np.ndarray, captions: np.ndarray) -> Tensor:  # [P], [P]
+    """Mean scores of pairs of an image and a caption, one with one; each is encoded once, images a piece at a time."""
+    device = next(networks[0].parameters()).device
+    some_images, row = np.unique(images, return_inverse=True)
+    some_captions, column = np.unique(captions, return_inverse=True)
+    tokens, offsets = (x.to(device) for x in loader.captions_of(split, some_captions))
+    encoded = [network.encode_captions(tokens, offsets) for network in networks]
+    order = np.argsort(row, kind="stable")
+    bounds = np.searchsorted(row[order], np.arange(0, len(some_images) + PIECE, PIECE))
+    scores = torch.empty(len(order))
+    for piece, (begin, end) in enumerate(pairwise(bounds)):
+        features = loader.features_of(split, some_images[piece * PIECE : (piece + 1) * PIECE]).to(device)
+        at = order[begin:end]
+        cells = torch.from_numpy(np.stack([row[at] - piece * PIECE, column[at]], 1)).to(device)
+        found = [n.similarity(n.encode_images(features), c, cells) for n, c in zip(networks, encoded, strict=True)]
+        scores[at] = torch.stack(found).mean(0).float().cpu()
+    return scores
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from pcsr_fast.data.loader import captions_of, features_of
 from pcsr_fast.data.split import Split
 from pcsr_fast.data.tokens import encode
-from pcsr_fast.model import Captions, Images, Network
+from pcsr_fast.model import Network
 from pcsr_fast.run import Run
 
 PIECE = 256
@@ -81,25 +81,6 @@ def pieces_of_images(split: Split, images: np.ndarray, what: str = "images") -> 
     for start in tqdm(range(0, len(images), PIECE), what, leave=False, disable=None, unit="batch"):
         rows = images[start : start + PIECE]
         yield slice(start, start + len(rows)), features_of(split, rows)
-
-
-@torch.no_grad()
-def pair_scores(networks: list[Network], split: Split, images: np.ndarray, captions: np.ndarray) -> Tensor:  # [P], [P]
-    """Scores of pairs of an image and a caption, one with one; each is encoded once."""
-    device = next(networks[0].parameters()).device
-    some_images, row = np.unique(images, return_inverse=True)
-    some_captions, column = np.unique(captions, return_inverse=True)
-    features = features_of(split, some_images)
-    tokens, offsets = captions_of(split, some_captions)
-    cells = torch.from_numpy(np.stack([row, column], 1))
-    found = []
-    for network in networks:
-        encoded: tuple[Images, Captions] = (
-            network.encode_images(features.to(device)),
-            network.encode_captions(tokens.to(device), offsets.to(device)),
-        )
-        found.append(network.similarity(*encoded, cells))
-    return torch.stack(found).mean(0).float().cpu()
 
 
 def _best(scores: Tensor, top: int, name) -> list[Hit]:  # [items]

@@ -40,6 +40,7 @@ from pcsr_fast.division import (
     divide,
     evaluate_pairs,
     health,
+    is_clean,
     likeness_of,
     pair_pcs,
     refinability,
@@ -48,6 +49,7 @@ from pcsr_fast.division import (
 from pcsr_fast.evaluate import evaluate
 from pcsr_fast.model import Captions, Images, Network
 from pcsr_fast.ops import Agreement, TallyState, adaptive_margin, agreement, entropy, triplet
+from pcsr_fast.rehome import has_siblings, rehome
 from pcsr_fast.rematch import Bank
 from pcsr_fast.run import distributions, write_division
 from pcsr_fast.siblings import Siblings, siblings_of
@@ -315,17 +317,20 @@ def divide_both(state: State, split: Split, epoch: int, config: Config, device) 
         total = math.ceil(count_batches(len(split), config.batch_size) / distributed.size())
         shown = progress(order, total, f"evaluate {NAMES[k]}")
         found.append(evaluate_pairs(network, split, shown, state.tallies[k], config, state.banks[k]))
-    told = decide(state, found, split, epoch, config) if distributed.rank() == 0 else []
+    first = distributed.rank() == 0
+    judges, beliefs = believe(state, found, split, epoch, config) if first else (None, None)
+    homes = new_images(state, beliefs, split, epoch, config)
+    told = decide(state, found, judges, beliefs, homes, split, epoch, config) if first else []
     for k in range(len(NAMES)):
-        state.divisions[k] = same_division(state.divisions[k], len(split))
+        state.divisions[k] = same_division(state.divisions[k], len(split), homes is not None)
         state.figures[k] = distributed.from_first(state.figures[k])
     return told
 
 
-def decide(
+def believe(
     state: State, found: list[Evaluation], split: Split, epoch: int, config: Config
-) -> list[dict[str, np.ndarray]]:
-    """The division of each network, and its figures; returns what they say of every pair."""
+) -> tuple[list[Evaluation], list[tuple[np.ndarray, np.ndarray]]]:
+    """Who judges, each network for itself or one of both, and for each judge the belief and the mixture."""
     judges = found
     if config.judges == "both":
         mean = {name: sum(getattr(x, name) for x in found) / len(found) for name in ("losses", "likeness", "match")}
@@ -333,36 +338,99 @@ def decide(
     before = [division.posterior if division else None for division in state.divisions]
     if config.siblings and config.method == "pcsr" and state.siblings is None:
         state.siblings = siblings_of(split, state.networks[0].words.num_embeddings)
-    beliefs = [clean_posterior(judge, before[k], epoch, config, state.siblings) for k, judge in enumerate(judges)]
+    return judges, [clean_posterior(judge, before[k], epoch, config, state.siblings) for k, judge in enumerate(judges)]
+
+
+def new_images(
+    state: State, beliefs: list[tuple[np.ndarray, np.ndarray]] | None, split: Split, epoch: int, config: Config
+) -> tuple[np.ndarray, np.ndarray] | None:  # int32 [N], float32 [N]
+    """What captions of noisy pairs fit, in the stages where that is trained on; found by all ranks, for rank 0."""
+    if not (moves_captions(split, config) and "refinable" in stage_subsets(epoch, config)):
+        return None
+    belief = np.mean([posterior for posterior, _ in beliefs], 0, np.float32) if beliefs else None
+    belief = distributed.array_from_first(belief, (len(split),), np.float32)
+    clean = is_clean(belief, config.doubt)
+    distributed.phase(f"new images, epoch {state.epoch + 1}")
+    with progress(None, math.ceil((~clean).sum() / distributed.size()), "new images", unit="caption") as bar:
+        return rehome(state.networks, split, belief, clean, config, bar.update)
+
+
+def moves_captions(split: Split, config: Config) -> bool:
+    """Whether a refinable pair gets a new image, not a new caption."""
+    return config.rematch == "image" and config.method == "pcsr" and has_siblings(split)
+
+
+def decide(
+    state: State,
+    found: list[Evaluation],
+    judges: list[Evaluation],
+    beliefs: list[tuple[np.ndarray, np.ndarray]],
+    homes: tuple[np.ndarray, np.ndarray] | None,
+    split: Split,
+    epoch: int,
+    config: Config,
+) -> list[dict[str, np.ndarray]]:
+    """The division of each network, and its figures; returns what they say of every pair."""
     told = []
     for k, own in enumerate(found):
         judge, (posterior, components) = judges[k % len(judges)], beliefs[k % len(judges)]
         pcs = pair_pcs(state.tallies[k], split, state.observations, config)
         tau = state.divisions[k].tau if state.divisions[k] else None
-        score = refinability(pcs, judge.match[split.image_of], config)
+        score = refinability(pcs, judge.match[split.image_of], config) if homes is None else homes[1]
         division = divide(posterior, score, tau, epoch, config)
+        if homes is not None:
+            division = with_new_images(division, *homes, split)
         state.divisions[k] = division
-        state.figures[k] = health(own, division, split, config) | {
-            "mixture_low": float(components[0, 1]),
-            "mixture_high": float(components[1, 1]),
-            "tau": division.tau,
-            "utilisation": division.utilisation,
-            "target": target_utilisation(epoch, config),
-            "pcs_mean": float(pcs.mean()),
-            **distributions(judge.losses, pcs, components, split.image_of != split.true_image),
-        }
+        state.figures[k] = (
+            health(own, division, split, config)
+            | new_image_figures(division, split, state.networks[k].words.num_embeddings)
+            | {
+                "mixture_low": float(components[0, 1]),
+                "mixture_high": float(components[1, 1]),
+                "tau": division.tau,
+                "utilisation": division.utilisation,
+                "target": target_utilisation(epoch, config),
+                "pcs_mean": float(pcs.mean()),
+                **distributions(judge.losses, pcs, components, split.image_of != split.true_image),
+            }
+        )
         told.append({"loss": own.losses, "posterior": posterior, "pcs": pcs, "subset": division.subset})
     return told
 
 
-def same_division(own: Division | None, pairs: int) -> Division:
+def with_new_images(division: Division, images: np.ndarray, certainty: np.ndarray, split: Split) -> Division:
+    """Clean pairs keep their images: those that this network calls so, which need not be those of both."""
+    clean = division.subset == CLEAN
+    return dataclasses.replace(
+        division,
+        images=np.where(clean, split.image_of, images).astype(np.int32),
+        certainty=np.where(clean, np.float32(1), certainty),
+    )
+
+
+def new_image_figures(division: Division, split: Split, words: int) -> dict[str, float]:
+    """How certain new images are; where noise is known, how many are right, and what words they have in common."""
+    figures = {}
+    for name, code in (("refinable", REFINABLE), ("ambiguous", AMBIGUOUS)) if division.images is not None else ():
+        if len(pairs := division.pairs(code)):
+            figures[f"{name}_certainty"] = float(division.certainty[pairs].mean())
+            if not np.array_equal(split.image_of, split.true_image):
+                shared = overlap(split, word_weights(split, words), division.images[pairs], pairs)
+                figures[f"{name}_overlap"] = float(shared.mean())
+                figures[f"{name}_right"] = float((division.images[pairs] == split.true_image[pairs]).mean())
+    return figures
+
+
+def same_division(own: Division | None, pairs: int, moved: bool) -> Division:
     """Rank 0's, on every rank."""
     if distributed.size() == 1:
         return own
     own = own if distributed.rank() == 0 else Division(None, None, None, 0.0)
-    posterior = distributed.array_from_first(own.posterior, (pairs,), np.float32)
-    subset = distributed.array_from_first(own.subset, (pairs,), np.uint8)
-    return Division(posterior, subset, *distributed.from_first((own.tau, own.utilisation)))
+    kinds = {"posterior": np.float32, "subset": np.uint8}
+    kinds |= {"images": np.int32, "certainty": np.float32} if moved else {}
+    arrays = {name: distributed.array_from_first(getattr(own, name), (pairs,), kind) for name, kind in kinds.items()}
+    tau, utilisation = distributed.from_first((own.tau, own.utilisation))
+    return Division(tau=tau, utilisation=utilisation, **arrays)
 
 
 def train_epoch(state: State, split: Split, epoch: int, config: Config, device) -> Iterator[None]:
@@ -379,28 +447,32 @@ def train_epoch(state: State, split: Split, epoch: int, config: Config, device) 
     def view(batch: Batch) -> Network | Shared:
         return distributed.shared(network, len(batch), least_rows(config))
 
-    def loader(subset: int, indices, **options) -> Iterator[Batch]:
+    def loader(source: Split, subset: int, indices, **options) -> Iterator[Batch]:
         return batches(
-            split, config.batch_size, seed_of(config, ORDER, k, subset), state.epoch, indices,
+            source, config.batch_size, seed_of(config, ORDER, k, subset), state.epoch, indices,
             state.step, device=device, workers=config.workers, rows=rows, **options,
         )  # fmt: skip
 
-    chosen = division.pairs(CLEAN) if divided else None
-    main = loader(CLEAN, chosen)
+    chosen, moved = division.pairs(CLEAN) if divided else None, split
+    if divided and division.images is not None:
+        # captions that have a new image are trained among the clean pairs
+        chosen, moved = np.flatnonzero(division.subset != AMBIGUOUS), split.with_noise(division.images)
+    main = loader(moved, CLEAN, chosen)
     total = count_batches(len(split) if chosen is None else len(chosen), config.batch_size)
     others = {}
     if divided:
         for name, subset in (("refinable", REFINABLE), ("ambiguous", AMBIGUOUS)):
             pairs = division.pairs(subset)
-            if name in stage_subsets(epoch, config) and len(pairs) >= 2:
-                others[subset] = loader(subset, pairs, endless=True)
-    if divided and state.banks[k] is None:
+            among_clean = subset == REFINABLE and moves_captions(split, config)
+            if name in stage_subsets(epoch, config) and not among_clean and len(pairs) >= 2:
+                others[subset] = loader(split, subset, pairs, endless=True)
+    if divided and state.banks[k] is None and not moves_captions(split, config):
         state.banks[k] = Bank.empty(config, device)
     bank = state.banks[k]
-    if divided and not state.step:
+    if bank is not None and not state.step:
         bank.keep(division.subset == CLEAN)
     # where the noise is known, so is what a new caption has in common with the right ones
-    known = divided and not np.array_equal(split.image_of, split.true_image)
+    known = bank is not None and not np.array_equal(split.image_of, split.true_image)
     weights = word_weights(split, network.words.num_embeddings) if known else None
 
     for batch in progress(main, total, f"train {NAMES[k]}", state.step):
@@ -540,19 +612,30 @@ def plain_loss(network: Network, batch: Batch, mode: str, epoch: int, config: Co
 
 
 def clean_loss(
-    network: Network, batch: Batch, division: Division, bank: Bank, epoch: int, config: Config
+    network: Network, batch: Batch, division: Division, bank: Bank | None, epoch: int, config: Config
 ) -> dict[str, Tensor]:
-    bank.forget(config)
+    """Of clean pairs, and of captions with a new image, which count as much as it is certain."""
+
+    def of_batch(values: np.ndarray) -> Tensor:  # [N] -> [B]
+        return torch.from_numpy(values[batch.pairs.cpu().numpy()]).to(batch.pairs.device)
+
+    if bank is not None:
+        bank.forget(config)
     images, captions = encode_batch(network, batch)
     classified = config.method == "pcsr"
     p, q = (network.image_logits(images), network.caption_logits(captions)) if classified else (None, None)
-    margin: Tensor | float = config.alpha
+    y: Tensor | None = None
     if config.clean_margin == "posterior":
-        y = torch.from_numpy(division.posterior[batch.pairs.cpu().numpy()]).to(batch.pairs.device)
-        margin = adaptive_margin(y, config.alpha, config.margin_base)
+        y = of_batch(division.posterior)
     elif config.clean_margin == "agreement" and classified:
-        margin = adaptive_margin(likeness_of(p, q, config), config.alpha, config.margin_base)
-    loss = contrast(network, images, captions, margin, "hardest", batch.images, batch.pairs, epoch, config)
+        y = likeness_of(p, q, config)
+    weight = None
+    if division.certainty is not None:
+        certainty = of_batch(division.certainty)
+        y = certainty if y is None else torch.where(of_batch(division.subset) == CLEAN, y, certainty)
+        weight = noisy_weight(certainty, config)
+    margin = config.alpha if y is None else adaptive_margin(y, config.alpha, config.margin_base)
+    loss = contrast(network, images, captions, margin, "hardest", batch.images, batch.pairs, epoch, config, weight)
     parts = {"triplet": loss / len(batch)}
     loss = config.lambda_triplet * loss
     if classified:
@@ -561,7 +644,8 @@ def clean_loss(
         parts["ce"] = (found.image_loss + found.text_loss if config.both_sides else found.image_loss).mean()
         parts["entropy"] = mean_entropy(found, config)
         loss = loss + config.lambda_ce * parts["ce"] - config.lambda_entropy * parts["entropy"]
-        bank.put(p, q, batch.pairs, config)
+        if bank is not None:
+            bank.put(p, q, batch.pairs, config)
     return {"loss": loss} | parts
 
 
@@ -583,7 +667,13 @@ def refinable_loss(
 
 
 def ambiguous_loss(
-    network: Network, batch: Batch, split: Split, bank: Bank, weights: np.ndarray | None, epoch: int, config: Config
+    network: Network,
+    batch: Batch,
+    split: Split,
+    bank: Bank | None,
+    weights: np.ndarray | None,
+    epoch: int,
+    config: Config,
 ) -> dict[str, Tensor]:
     images, captions = encode_batch(network, batch)
     p, q = network.image_logits(images), network.caption_logits(captions)
@@ -604,7 +694,7 @@ def ambiguous_loss(
     loss = config.lambda_triplet * loss + config.lambda_gce * parts["gce"] - config.lambda_entropy * parts["entropy"]
     # what they would get if they were refined
     compared = {}
-    if weights is not None and bank.filled:
+    if weights is not None and bank is not None and bank.filled:
         compared = mean_overlap(split, weights, batch.images, bank.match(p, config)[0])
     return {"loss": loss} | parts | step_weight(likeness, config) | compared
 
@@ -687,10 +777,9 @@ def weights(state: State, config: Config, identity: dict, record: dict) -> dict:
 
 def pack(state: State, config: Config, identity: dict, records: list[dict]) -> dict:
     divisions = [
-        None if d is None else {"posterior": torch.from_numpy(d.posterior), "subset": torch.from_numpy(d.subset),
-                                "tau": d.tau, "utilisation": d.utilisation}
+        d and {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in vars(d).items()}
         for d in state.divisions
-    ]  # fmt: skip
+    ]
     plain = ("epoch", "phase", "network", "step", "observations", "sums", "figures", "best", "best_epoch", "bad_streak")
     return weights(state, config, identity, {}) | {
         "optimizers": [o.state_dict() for o in state.optimizers],

@@ -10,7 +10,7 @@ RANKS = [
     (r"pcsr_fast\.cli$", 11),
     (r"pcsr_fast\.report$", 10),
     (r"pcsr_fast\.(train|audit)$", 9),
-    (r"pcsr_fast\.search$", 8),
+    (r"pcsr_fast\.(search|rehome)$", 8),
     (r"pcsr_fast\.(division|evaluate|run)$", 7),
     (r"pcsr_fast\.(rematch|siblings)$", 6),
     (r"pcsr_fast\.(model|checkpoint|presets)$", 5),

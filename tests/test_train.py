@@ -21,7 +21,7 @@ from pcsr_fast import checkpoint, use_backend
 from pcsr_fast import train as module
 from pcsr_fast.data.loader import captions_of
 from pcsr_fast.data.overlap import word_weights
-from pcsr_fast.division import CLEAN, REFINABLE, Division, Evaluation, mixture
+from pcsr_fast.division import AMBIGUOUS, CLEAN, REFINABLE, Division, Evaluation, mixture
 from pcsr_fast.ops import adaptive_margin
 from pcsr_fast.rematch import Bank
 from pcsr_fast.train import (
@@ -349,7 +349,7 @@ def test_nan_everywhere(tmp_path, log_every):
 
 
 def test_a_bad_clean_step_leaves_nothing_to_match(monkeypatch, tmp_path):
-    split, config = tiny.split(), tiny.config(epochs=1, refinable_from=1, rematch_scope="batch")
+    split, config = tiny.split(), tiny.config(epochs=1, refinable_from=1, rematch="caption", rematch_scope="batch")
     state = divided(config, split)
     bad = iter([True, False, True, False, False])
     real = clean_loss
@@ -449,20 +449,74 @@ def test_a_network_trains_on_the_division_of_the_other():
         assert sorted(seen) == state.divisions[1 - k].pairs(CLEAN).tolist()
 
 
+def test_captions_with_a_new_image_are_trained_among_the_clean():
+    split, config = tiny.split(), tiny.config(refinable_from=1)
+    state = divided(config, split, np.repeat([CLEAN, REFINABLE, AMBIGUOUS], 20).astype(np.uint8))
+    images = np.where(np.arange(60) < 20, split.image_of, 11 - split.image_of).astype(np.int32)
+    state.divisions[1] = replace(state.divisions[1], images=images, certainty=np.ones(60, np.float32))
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "clean_loss", lambda n, b, *a: (seen.append(b), clean_loss(n, b, *a))[1])
+        for _ in train_epoch(state, split, 1, config, "cpu"):
+            pass
+    pairs = torch.cat([b.pairs for b in seen]).numpy()
+    assert sorted(pairs) == [*range(40)]
+    assert np.array_equal(torch.cat([b.images for b in seen]).numpy(), images[pairs])
+    for b in seen:
+        torch.testing.assert_close(b.features, torch.from_numpy(split.features[b.images.numpy()]))
+    assert state.banks[0] is None
+    assert "A_refinable_steps" not in module.means(state.sums)
+
+
+def test_new_images_of_a_run(tmp_path):
+    """Found in the stage in which they are trained on, for all captions of noisy pairs, and told by figures."""
+    split = tiny.split(ratio=0.4)
+    run(tmp_path, split)
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert ["A_refinable_certainty" in record for record in records] == [False, False, True, True]
+    for division in last(tmp_path)["divisions"]:
+        clean = division["subset"].numpy() == CLEAN
+        images, certainty = division["images"].numpy(), division["certainty"].numpy()
+        assert np.array_equal(images[clean], split.image_of[clean])
+        assert (certainty[clean] == 1).all()
+        assert (certainty[~clean] < 1).all()
+        assert (certainty > 0).all()
+        # those of the highest certainty are refinable
+        refinable = division["subset"].numpy() == REFINABLE
+        assert certainty[refinable].min() >= certainty[~clean & ~refinable].max(initial=0)
+        right = (images == split.true_image)[refinable].mean()
+        assert records[-1]["A_refinable_right"] == pytest.approx(right)
+    # an image a caption: nothing tells which image another caption fits, and images get captions
+    alone = replace(
+        split, **{name: getattr(split, name)[::5] for name in ("image_of", "true_image", "texts")}, **cut(split)
+    )
+    run(tmp_path / "alone", alone)
+    assert last(tmp_path / "alone")["divisions"][0]["images"] is None
+    assert last(tmp_path / "alone")["banks"][0] is not None
+
+
+def cut(split):
+    """Every fifth caption."""
+    captions = [split.caption(n) for n in range(0, len(split), 5)]
+    return dict(tokens=np.concatenate(captions), offsets=np.cumsum([0, *map(len, captions)]))
+
+
 @pytest.mark.parametrize(
     ("changes", "losses"),
     [
-        (dict(), {"clean_loss", "refinable_loss", "ambiguous_loss"}),
+        (dict(), {"clean_loss", "ambiguous_loss"}),
+        (dict(rematch="caption"), {"clean_loss", "refinable_loss", "ambiguous_loss"}),
         (dict(subsets=("clean",)), {"clean_loss"}),
-        (dict(subsets=("clean", "refinable")), {"clean_loss", "refinable_loss"}),
+        (dict(subsets=("clean", "refinable"), rematch="caption"), {"clean_loss", "refinable_loss"}),
         (dict(subsets=("clean", "ambiguous")), {"clean_loss", "ambiguous_loss"}),
-        (dict(noisy_treatment="refinable"), {"clean_loss", "refinable_loss"}),
+        (dict(noisy_treatment="refinable", rematch="caption"), {"clean_loss", "refinable_loss"}),
+        (dict(noisy_treatment="refinable"), {"clean_loss"}),
         (dict(noisy_treatment="ambiguous"), {"clean_loss", "ambiguous_loss"}),
         (dict(method="clean"), {"clean_loss"}),
         (dict(method="sgr"), {"plain_loss"}),
         (dict(clean_margin="posterior", threshold="quantile", pcs="counts"), None),
         (dict(clean_margin="agreement", mask_duplicates=False, evaluation_negatives=3), None),
-        (dict(rematch_scope="bank", bank_size=24, negatives_ramp=True), None),
+        (dict(rematch="caption", bank_size=24, negatives_ramp=True), None),
         (dict(classifier_input="pooled"), None),
         (dict(assignment="balanced", assignment_queue=20, classifier_gradient=True), None),
         (dict(paper=True), {"clean_loss", "refinable_loss", "ambiguous_loss"}),
@@ -487,21 +541,27 @@ def test_switches_run(tmp_path, spy, monkeypatch, changes, losses):
 
 def test_both_networks_judge():
     rng = np.random.default_rng(0)
-    config = tiny.config(judges="other")
+    config = tiny.config(judges="other", siblings=False)
     split = tiny.split()
     labels, none = np.zeros(60, np.int32), np.zeros(60, np.float32)
     losses = np.where(rng.random((2, 60)) < 0.5, 0.1, 0.6).astype(np.float32)
     found = [Evaluation(x, labels[:12], labels, none, none[:12], 0, 0) for x in losses]
     own = [mixture(x.losses)[0] for x in found]
     state = new_state(config, split, tiny.WORDS, "cpu")
-    told = module.decide(state, found, split, 1, config)
+
+    def decide(epoch, config):
+        return module.decide(
+            state, found, *module.believe(state, found, split, epoch, config), None, split, epoch, config
+        )
+
+    told = decide(1, config)
     assert all(np.array_equal(d.posterior, x) for d, x in zip(state.divisions, own, strict=True))
     together = mixture(losses.mean(0))[0]
     both = replace(config, judges="both", belief_memory=0.25)
-    module.decide(state, found, split, 2, both)
+    decide(2, both)
     # each network's belief of the epoch before was its own; what both say together is remembered as of the first
     assert all(np.allclose(d.posterior, 0.25 * own[0] + 0.75 * together) for d in state.divisions)
-    module.decide(state, found, split, 2, replace(both, belief_memory=0.0))
+    decide(2, replace(both, belief_memory=0.0))
     assert all(np.allclose(d.posterior, together) for d in state.divisions)
     # the other's word counts: the two do not agree on all
     assert (told[0]["subset"] != told[1]["subset"]).any()
@@ -687,25 +747,35 @@ def both(config, image, caption):
     return image + caption if config.both_sides else image
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("margin", ["one", "posterior", "agreement"])
-def test_clean_loss(margin, form):
+def test_clean_loss(margin, form, moved):
+    """Also with captions among them that have a new image: those count as much as it is certain."""
     (network, config), split = formed(form, clean_margin=margin, **LAMBDAS), tiny.split()
     b, bank = tiny.batch(split, PAIRS), Bank.empty(config, "cpu")
     posterior = np.random.default_rng(0).random(60).astype(np.float32)
-    division = Division(posterior, None, None, 0.0)
+    subset = np.where(np.arange(60) % 3 == 1, REFINABLE, CLEAN).astype(np.uint8)
+    certainty = np.where(subset == CLEAN, 1, 0.3 + posterior / 2).astype(np.float32)
+    division = Division(posterior, subset, None, 0.0, certainty=certainty if moved else None)
     scores, p, q = encoded(network, b)
     likeness = cosine(sharp(p, config), sharp(q, config))
     y = dict(one=torch.ones(8), posterior=torch.from_numpy(posterior[PAIRS]), agreement=likeness)[margin]
+    weight = torch.ones(8)
+    if moved:
+        y = torch.where(torch.from_numpy(subset[PAIRS] == CLEAN), y, torch.from_numpy(certainty[PAIRS]))
+        weight = torch.from_numpy(certainty[PAIRS]) if form == "default" else weight
     rows = torch.arange(8)
     ce = both(config, -p[rows, label(q, config)].log().mean(), -q[rows, label(p, config)].log().mean())
-    triplet = by_formula(scores, margin_of(y), b.images, b.pairs)
+    triplet = by_formula(scores, margin_of(y), b.images, b.pairs, weight)
     parts = clean_loss(network, b, division, bank, 1, config)
     check(parts, 0.7 * triplet + 1.3 * ce - 3.0 * both(config, entropy_of(p), entropy_of(q)), network)
     torch.testing.assert_close(parts["ce"], ce, rtol=1e-4, atol=1e-5)
     assert bank.pairs[:8].tolist() == PAIRS
     # the method clean: the triplet alone
-    alone = clean_loss(network, b, division, bank, 1, replace(config, method="clean", clean_margin="one"))
+    alone = clean_loss(
+        network, b, replace(division, certainty=None), None, 1, replace(config, method="clean", clean_margin="one")
+    )
     scores, _, _ = encoded(network, b)
     check(alone, 0.7 * by_formula(scores, torch.full((8,), 0.2), b.images, b.pairs), network)
 
