@@ -33,7 +33,7 @@ FRONT = (
     ("data", "batch of 128", None, "Dataset and collate_fn", "batch of 128 from a float32 map"),
     ("text", "captions to ids", None, "nltk", "2,000 captions to token ids"),
 )
-METHODS = ("sgr", "clean", "clean, perfect split", "pcsr as printed", "pcsr")
+METHODS = ("sgr", "clean", "clean, perfect split", "pcsr as printed", "pcsr without words", "pcsr")
 BASELINES = {
     "sgr_caption_loop": "loop over captions, as published",
     "sgr_grouped_compiled": "equal lengths grouped, torch.compile",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from pcsr_fast.data.loader import captions_of
 from pcsr_fast.data.overlap import word_weights
@@ -58,16 +59,21 @@ def belief_with_siblings(siblings: Siblings, belief: np.ndarray) -> np.ndarray: 
     return now.astype(np.float32)
 
 
-def word_vectors(split: Split, weights: np.ndarray, captions: np.ndarray):  # [words], int [B] -> sparse [B, words]
-    """Unit vectors of the words in captions, rare words first."""
-    from scipy.sparse import csr_array
-
-    tokens, offsets = (x.numpy() for x in captions_of(split, captions))
-    found = csr_array((np.ones(len(tokens), np.float32), tokens, offsets), shape=(len(captions), len(weights)))
-    found.sum_duplicates()
-    found.data[:] = weights[found.indices]
+def word_vectors(split: Split, weights: np.ndarray, captions: np.ndarray) -> csr_array:  # [words], int [B]
+    """Unit vectors of the words in captions, [B, words]; rare words count most."""
+    found = word_sets(split, captions, len(weights))
+    found.data = weights[found.indices]
     length = np.sqrt(found.multiply(found).sum(1)).clip(1e-9)
     found.data /= np.repeat(length, np.diff(found.indptr)).astype(np.float32)
+    return found
+
+
+def word_sets(split: Split, captions: np.ndarray, words: int) -> csr_array:  # int [B]
+    """1 for each word that a caption has, however often, [B, words]."""
+    tokens, offsets = (x.numpy() for x in captions_of(split, captions))
+    found = csr_array((np.ones(len(tokens), np.float32), tokens, offsets), shape=(len(captions), words))
+    found.sum_duplicates()
+    found.data[:] = 1
     return found
 
 

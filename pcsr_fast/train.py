@@ -352,7 +352,7 @@ def new_images(
     clean = is_clean(belief, config.doubt)
     distributed.phase(f"new images, epoch {state.epoch + 1}")
     with progress(None, math.ceil((~clean).sum() / distributed.size()), "new images", unit="caption") as bar:
-        return rehome(state.networks, split, belief, clean, config, bar.update)
+        return rehome(state.networks, split, clean, config, bar.update)
 
 
 def moves_captions(split: Split, config: Config) -> bool:

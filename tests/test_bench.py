@@ -147,7 +147,7 @@ def test_report_of_experiments(pages):
     assert "| data | noise | variant | seed | best epoch | dev rsum | test rsum | precision |" in every
     assert "| sample | 0.2 | sgr | 0 | 3 | 300 | 350.04 |" in every
     # seed 0 alone: 415 without noise, 310 with it: 90 of 105 are won back
-    assert "| `sample` | 100.0 |  |  |  | 86 % |" in every
+    assert "| `sample` | 100.0 |  |  |  |  | 86 % |" in every
     assert "noise_sample" not in text.partition("between")[0]
 
 
