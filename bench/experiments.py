@@ -26,9 +26,9 @@ from pcsr_fast.presets import PRESETS
 # the paper's decay and last stage in 8 epochs instead of 50; captions get new images as soon as labels are known
 SCHEDULE = dict(
     batch_size=32, warmup_steps=0, learning_rate=5e-4, epochs=8, refinable_from=2, ambiguous_from=7, decay_every=5,
-    target_epochs=8, device="cpu",
+    target_start=0.9, target_epochs=8, device="cpu",
 )  # fmt: skip
-AS_PAPER = dict(refinable_from=5)  # its first epoch of the stage in proportion, 26 of 50
+AS_PAPER = dict(refinable_from=5, target_start=0.4)  # the first epoch of the stage in proportion, 26 of 50
 # as many steps on clean pairs at 40 % noise as sgr has in 8 epochs without noise
 LONGER = dict(epochs=13, ambiguous_from=11, decay_every=8, target_epochs=13)
 SETTINGS = {"sample": PRESETS["sample"], "folder": dict(embedding=256, similarity=64, warmup_epochs=3)}

@@ -16,7 +16,7 @@ PRESETS: dict[str, dict] = {
     # small enough for two trainings while one waits
     "sample": dict(
         embedding=128, similarity=32, batch_size=32, learning_rate=5e-4, warmup_epochs=6, warmup_steps=0, epochs=4,
-        refinable_from=2, ambiguous_from=3, target_epochs=4,
+        refinable_from=2, ambiguous_from=3, target_start=0.9, target_epochs=4,
     ),
 }  # fmt: skip
 

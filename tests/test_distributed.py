@@ -94,7 +94,7 @@ def test_ranks_give_the_numbers_of_one(single, tmp_path, ranks):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(clean_margin="posterior", rematch_scope="bank", bank_size=20, negatives_ramp=True),
+        dict(clean_margin="posterior", rematch="caption", bank_size=20, negatives_ramp=True),
         dict(clean_margin="agreement", mask_duplicates=False, evaluation_negatives=3, classifier_input="pooled"),
         dict(method="sgr"),
     ],
