@@ -29,6 +29,7 @@ from pcsr_fast.division import (
 )
 from pcsr_fast.ops import TallyState, label_similarity, tally
 from pcsr_fast.rematch import Bank
+from pcsr_fast.siblings import belief_with_siblings, siblings_of
 
 
 def test_mixture_of_two_clusters():
@@ -105,6 +106,22 @@ def test_agreement_of_labels_is_evidence():
     flat = found._replace(likeness=np.full(400, 0.3, np.float32))
     for evaluation, epoch, config in ((found, 1, Config()), (found, 2, Config(method="clean")), (flat, 2, Config())):
         assert np.array_equal(clean_posterior(evaluation, None, epoch, config)[0], alone)
+
+
+def test_siblings_are_evidence():
+    """Beside losses and labels, from the first epoch on, and before the memory."""
+    rng = np.random.default_rng(0)
+    losses = rng.random(60).astype(np.float32)
+    found = Evaluation(losses, None, None, rng.random(60).astype(np.float32), None, 0.0, 0.0)
+    siblings = siblings_of(tiny.split(ratio=0.4), tiny.WORDS)
+    before = rng.random(60).astype(np.float32)
+    for epoch in (1, 2):
+        alone = clean_posterior(found, None, epoch, Config())[0]
+        expected = belief_with_siblings(siblings, alone)
+        assert np.abs(expected - alone).max() > 0.01
+        assert np.array_equal(clean_posterior(found, None, epoch, Config(), siblings)[0], expected)
+        remembered = clean_posterior(found, before, epoch, Config(belief_memory=0.25), siblings)[0]
+        np.testing.assert_allclose(remembered, 0.75 * expected + 0.25 * before, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["clean", "pcsr"])

@@ -495,6 +495,29 @@ def test_new_images_of_a_run(tmp_path):
     assert last(tmp_path / "alone")["banks"][0] is not None
 
 
+def test_each_network_keeps_the_images_of_its_clean_pairs():
+    split, subset = tiny.split(), np.arange(60).astype(np.uint8) % 3
+    division = Division(np.ones(60, np.float32), subset, 0.5, 0.5)
+    images, certainty = np.full(60, 11, np.int32), np.full(60, 0.25, np.float32)
+    found = module.with_new_images(division, images, certainty, split)
+    clean = subset == CLEAN
+    assert np.array_equal(found.images, np.where(clean, split.image_of, 11))
+    assert np.array_equal(found.certainty, np.where(clean, 1, 0.25))
+    assert (found.images.dtype, found.certainty.dtype) == (np.int32, np.float32)
+
+
+def test_siblings_of_a_run(tmp_path):
+    """They are compared for pcsr alone, and once."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen, real = [], module.siblings_of
+        patch.setattr(module, "siblings_of", lambda *args: (seen.append(args), real(*args))[1])
+        for k, changes in enumerate((dict(siblings=False), dict(method="clean"), dict(method="sgr"), dict(paper=True))):
+            run(tmp_path / str(k), tiny.split(ratio=0.4), **changes)
+        assert not seen
+        run(tmp_path / "on", tiny.split(ratio=0.4))
+        assert len(seen) == 1
+
+
 def cut(split):
     """Every fifth caption."""
     captions = [split.caption(n) for n in range(0, len(split), 5)]
