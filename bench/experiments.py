@@ -57,7 +57,7 @@ class Task(NamedTuple):
 NO_WORDS = dict(siblings=False, rematch="caption") | AS_PAPER
 
 MAIN = [
-    Task(0.0, "sgr", 0, dict(method="sgr")),
+    *(Task(0.0, "sgr", seed, dict(method="sgr")) for seed in (0, 1)),
     *(Task(0.4, name, seed, dict(method=name)) for seed in (0, 1) for name in ("pcsr", "clean", "sgr")),
     Task(0.4, PERFECT, 0, dict(method="clean", doubt=0.0)),
     Task(0.4, "pcsr as printed", 0, dict(paper=True) | AS_PAPER),
