@@ -24,7 +24,7 @@ SCORE, LABELS, WORDS = 1.5, 2.0, 0.5
 KNOWN, SAME = 0.8, 0.3  # share of a caption's words that an image's others explain, and of those the same words
 IMAGES, CAPTIONS = 1024, 4096  # compared at a time
 CHUNK = 2048  # captions encoded at a time
-ASKED = 512  # clean captions that tell what words are worth
+ASKED, ASKED_AMONG = 512, 4096  # clean captions that tell what words are worth, and images among which they look
 
 
 class Language(NamedTuple):
@@ -93,23 +93,25 @@ def word_evidence(language: Language, counts: csr_array) -> np.ndarray:  # [B, w
 def words_worth(language: Language, split: Split, pairs: np.ndarray) -> float:
     """Share of the uncertainty which image a caption belongs to that words remove: 0 if they tell nothing.
 
-    Clean captions tell: each is looked for among all images, by what the other captions of its own say.
+    Clean captions tell: each is looked for among ASKED_AMONG images, by what the other captions of its own say.
     """
     pairs = pairs[:: max(1, len(pairs) // ASKED)]
     own, used = split.image_of[pairs], word_sets(split, pairs, len(language.frequency))
     others = csr_array(language.counts[own] - used)
     known = others.sum(1) > 0
-    if not known.any() or split.images < 2:
+    among = np.unique(np.concatenate([own, np.arange(0, split.images, -(-split.images // ASKED_AMONG))]))
+    if not known.any() or len(among) < 2:
         return 0.0
     mine = torch.from_numpy(used.multiply(word_evidence(language, others)).sum(1))
     everywhere = torch.full((len(pairs),), -torch.inf)
-    for rows, evidence in _of_images(language, "cpu"):
+    place = np.searchsorted(among, own)
+    for rows, evidence in _of_images(language._replace(counts=language.counts[among]), "cpu"):
         found = _sum_words(used, evidence)
-        at = np.flatnonzero((own >= rows.start) & (own < rows.stop))
-        found[at, own[at] - rows.start] = mine[at]
+        at = np.flatnonzero((place >= rows.start) & (place < rows.stop))
+        found[at, place[at] - rows.start] = mine[at]
         everywhere = torch.logaddexp(everywhere, found.logsumexp(1))
     told = float((mine - everywhere)[known].mean())
-    return max(0.0, 1 + told / math.log(split.images))
+    return max(0.0, 1 + told / math.log(len(among)))
 
 
 @torch.no_grad()

@@ -163,7 +163,7 @@ def test_experiments_keep_the_rows_of_other_machines(tmp_path, monkeypatch):
         values = row | {"noise": task.noise, "variant": task.variant, "seed": task.seed, "test_rsum": rsum}
         (tmp_path / runs / "sample" / task.name() / "result.json").write_text(json.dumps(values))
 
-    first, second, third = (task for task in experiments.MAIN[1:8] if task.variant == "sgr")
+    first, second, third = (task for task in experiments.MAIN[:7] if task.variant == "sgr")
     ended("one", third, 330.0)
     ended("two", first, 310.04)
     for runs in ("one", "two"):
@@ -176,7 +176,7 @@ def test_experiments_keep_the_rows_of_other_machines(tmp_path, monkeypatch):
     assert started == []
     names = [option for task in (first, second, third) for option in ("--only", task.name())]
     experiments.main(["sample", "--runs", str(tmp_path / "three"), "--jobs", "1", *names])
-    assert {f"{second.noise}-{second.seed}-warmup", second.name()} < {*started}
+    assert {f"{second.noise}-{second.seed}-warmup", second.name()} <= {*started}
     assert not {first.name(), third.name()} & {*started}
 
 

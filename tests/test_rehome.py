@@ -62,6 +62,10 @@ def test_what_words_are_worth(monkeypatch):
     # some images at a time
     monkeypatch.setattr(module, "IMAGES", 7)
     assert worth(scenes()) == pytest.approx(told, rel=1e-5)
+    # few captions, looked for among their own images and some others
+    monkeypatch.setattr(module, "ASKED", 100)
+    monkeypatch.setattr(module, "ASKED_AMONG", 50)
+    assert worth(scenes(400)) == pytest.approx(told, rel=0.1)
 
 
 def test_worth_leaves_the_caption_out():
