@@ -347,9 +347,9 @@ def new_images(
     """What captions of noisy pairs fit, in the stages where that is trained on; found by all ranks, for rank 0."""
     if not (moves_captions(split, config) and "refinable" in stage_subsets(epoch, config)):
         return None
-    belief = np.mean([posterior for posterior, _ in beliefs], 0, np.float32) if beliefs else None
-    belief = distributed.array_from_first(belief, (len(split),), np.float32)
-    clean = is_clean(belief, config.doubt)
+    # whatever one of the judges calls noisy
+    clean = np.all([is_clean(posterior, config.doubt) for posterior, _ in beliefs], 0) if beliefs else None
+    clean = distributed.array_from_first(clean, (len(split),), bool)
     distributed.phase(f"new images, epoch {state.epoch + 1}")
     with progress(None, math.ceil((~clean).sum() / distributed.size()), "new images", unit="caption") as bar:
         return rehome(state.networks, split, clean, config, bar.update)
@@ -399,7 +399,7 @@ def decide(
 
 
 def with_new_images(division: Division, images: np.ndarray, certainty: np.ndarray, split: Split) -> Division:
-    """Clean pairs keep their images: those that this network calls so, which need not be those of both."""
+    """Clean pairs keep their images: those that this network calls so, which may be more than both do."""
     clean = division.subset == CLEAN
     return dataclasses.replace(
         division,

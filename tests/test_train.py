@@ -506,6 +506,18 @@ def test_each_network_keeps_the_images_of_its_clean_pairs():
     assert (found.images.dtype, found.certainty.dtype) == (np.int32, np.float32)
 
 
+@pytest.mark.parametrize("judges", ["other", "both"])
+def test_every_noisy_pair_is_looked_for(judges, monkeypatch):
+    """Also those that one network alone calls noisy."""
+    split, config = tiny.split(ratio=0.4), tiny.config(judges=judges, refinable_from=1, doubt=0.0)
+    beliefs = [(np.linspace(0, 1, 60, dtype=np.float32), None), (np.linspace(1, 0, 60, dtype=np.float32) ** 2, None)]
+    seen = []
+    monkeypatch.setattr(module, "rehome", lambda networks, split, clean, *rest: seen.append(clean))
+    beliefs = beliefs[: 1 if judges == "both" else 2]
+    module.new_images(new_state(config, split, tiny.WORDS, "cpu"), beliefs, split, 1, config)
+    assert np.array_equal(seen[0], np.all([belief > 0.5 for belief, _ in beliefs], 0))
+
+
 def test_siblings_of_a_run(tmp_path):
     """They are compared for pcsr alone, and once."""
     with pytest.MonkeyPatch.context() as patch:
