@@ -82,12 +82,11 @@ ABLATIONS = [
     Task(0.4, "all noisy pairs ambiguous", 0, dict(noisy_treatment="ambiguous")),
     *(Task(0.4, f"K = {k}", 0, dict(classes=k)) for k in (32, 64, 128, 512)),
 ]
-# each deviation from the paper taken back alone; those of captions for images, where images get them
-REMATCH = ("refinable_by", "tally_from", "rematch_scope", "rematch_by")
+# each deviation from the paper taken back alone, where words have no say; what those are worth is in MAIN
 DEVIATIONS = [
-    Task(0.4, f"{name} = {value}", 0, {name: value} | (dict(rematch="caption") | AS_PAPER if name in REMATCH else {}))
+    Task(0.4, f"without words, {name} = {value}", 0, NO_WORDS | {name: value})
     for name, value in PRINTED.items()
-    if name not in ("siblings", "rematch")
+    if name not in NO_WORDS
 ]
 # on real data alone: what more training is worth
 LONG_RUNS = [
@@ -96,7 +95,10 @@ LONG_RUNS = [
     Task(0.0, "sgr, 13 epochs", 0, dict(method="sgr") | LONGER),
 ]
 # and what the division's deviations are worth; the sample set's pairs part too easily
-DIVISION = [t for t in DEVIATIONS if t.settings.keys() & {"evidence", "judges", "belief_memory", "doubt"}]
+DIVISION = [
+    Task(0.4, f"{name} = {PRINTED[name]}", 0, {name: PRINTED[name]})
+    for name in ("evidence", "judges", "belief_memory", "doubt")
+]
 
 
 def tasks_of(data: str) -> list[Task]:
