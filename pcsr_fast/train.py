@@ -410,14 +410,19 @@ def with_new_images(division: Division, images: np.ndarray, certainty: np.ndarra
 
 def new_image_figures(division: Division, split: Split, words: int) -> dict[str, float]:
     """How certain new images are; where noise is known, how many are right, and what words they have in common."""
-    figures = {}
-    for name, code in (("refinable", REFINABLE), ("ambiguous", AMBIGUOUS)) if division.images is not None else ():
-        if len(pairs := division.pairs(code)):
-            figures[f"{name}_certainty"] = float(division.certainty[pairs].mean())
-            if not np.array_equal(split.image_of, split.true_image):
-                shared = overlap(split, word_weights(split, words), division.images[pairs], pairs)
-                figures[f"{name}_overlap"] = float(shared.mean())
-                figures[f"{name}_right"] = float((division.images[pairs] == split.true_image[pairs]).mean())
+    figures: dict[str, float] = {}
+    if division.images is None:
+        return figures
+    known = not np.array_equal(split.image_of, split.true_image)
+    weights = word_weights(split, words) if known else None
+    for name, code in (("refinable", REFINABLE), ("ambiguous", AMBIGUOUS)):
+        if not len(pairs := division.pairs(code)):
+            continue
+        images = division.images[pairs]
+        figures[f"{name}_certainty"] = float(division.certainty[pairs].mean())
+        if known:
+            figures[f"{name}_overlap"] = float(overlap(split, weights, images, pairs).mean())
+            figures[f"{name}_right"] = float((images == split.true_image[pairs]).mean())
     return figures
 
 
